@@ -24,7 +24,6 @@ from ckpt.storage.base.sqlite_file import open_wal_database
 from ckpt.storage.registers.base import (
     REGISTERS_INCOMPLETE,
     Ballot,
-    DamagedRecord,
     DirectChange,
     Record,
     RegisterAnswer,
@@ -33,20 +32,22 @@ from ckpt.storage.registers.base import (
     can_accept,
     can_change_directly,
     can_collect,
-    decode_ballot,
-    encode_ballot,
     final_record,
     is_final,
-    record_checksum,
-    require_record_fits,
     require_same_value,
     with_floor_promise,
     with_promise,
 )
 from ckpt.storage.registers.fence_numbers import advance_fence, order_key, outdated_message
-
-_FENCE_FACT = "epoch"
-"""The name of the fence number of the member in the table of facts."""
+from ckpt.storage.registers.record_rows import (
+    FENCE_FACT,
+    decode_head,
+    decode_name,
+    read_fact,
+    read_record,
+    write_fact,
+    write_record,
+)
 
 _MAX_BATCH_CALLS = 64
 """The most calls that share a transaction."""
@@ -61,11 +62,6 @@ CREATE TABLE IF NOT EXISTS registers (
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value);
 PRAGMA cache_size = -65536;
 """
-
-_READ_SQL = "SELECT promised, accepted, sum, head, body FROM registers WHERE name = ?"
-_WRITE_SQL = (
-    "INSERT OR REPLACE INTO registers (name, promised, accepted, sum, head_sum, head, body) VALUES (?, ?, ?, ?, ?, ?, ?)"
-)
 
 
 class SqliteRegisters(Registers):
@@ -85,15 +81,15 @@ class SqliteRegisters(Registers):
             return [REGISTERS_INCOMPLETE] * len(names)
         with self._read_snapshot("reading") as db:
             _require_current_fence(db, fence_number)
-            return [_read_record(db, name) for name in names]
+            return [read_record(db, name) for name in names]
 
     def prepare(self, names: Sequence[str], ballot: Ballot, fence_number: int = 0) -> list[RegisterAnswer]:
         def promise_all(db: sqlite3.Connection) -> list[RegisterAnswer]:
             answers: list[RegisterAnswer] = []
             for name in names:
-                record = _read_record(db, name)
+                record = read_record(db, name)
                 if (new := with_promise(record, ballot)) is not None:
-                    _write_record(db, name, new)
+                    write_record(db, name, new)
                 answers.append(new or record)
             return answers
 
@@ -105,9 +101,9 @@ class SqliteRegisters(Registers):
         def accept_all(db: sqlite3.Connection) -> list[bool]:
             answers = []
             for name, value in values:
-                is_accepted = can_accept(_read_record(db, name), ballot, repair_damaged)
+                is_accepted = can_accept(read_record(db, name), ballot, repair_damaged)
                 if is_accepted:
-                    _write_record(db, name, Record(ballot, ballot, value))
+                    write_record(db, name, Record(ballot, ballot, value))
                 answers.append(is_accepted)
             return answers
 
@@ -117,10 +113,10 @@ class SqliteRegisters(Registers):
         def change_all(db: sqlite3.Connection) -> list[bool]:
             answers = []
             for change in changes:
-                is_changed = can_change_directly(_read_record(db, change.name), change)
+                is_changed = can_change_directly(read_record(db, change.name), change)
                 if is_changed:
                     ballot = change.expected.next_step(writer)
-                    _write_record(db, change.name, Record(ballot, ballot, change.value))
+                    write_record(db, change.name, Record(ballot, ballot, change.value))
                 answers.append(is_changed)
             return answers
 
@@ -142,17 +138,17 @@ class SqliteRegisters(Registers):
                 sync_folder(os.path.dirname(os.path.abspath(self._path)))
 
     def mark_complete(self) -> None:
-        self._write_in_batch(lambda db: _write_fact(db, "complete", 1))
+        self._write_in_batch(lambda db: write_fact(db, "complete", 1))
 
     def fence(self, fence_number: int) -> bool:
         return self._write_in_batch(lambda db: _advance_fence(db, fence_number))
 
     def learn(self, name: str, value: RegisterValue) -> None:
         def learn_value(db: sqlite3.Connection) -> None:
-            if is_final(current := _read_record(db, name)):
+            if is_final(current := read_record(db, name)):
                 require_same_value(current, name, value)
             else:
-                _write_record(db, name, final_record(value))
+                write_record(db, name, final_record(value))
 
         self._write_in_batch(learn_value)
 
@@ -160,7 +156,7 @@ class SqliteRegisters(Registers):
         def start_ring(db: sqlite3.Connection) -> None:
             if _advance_fence(db, fence_number):
                 db.execute("DELETE FROM registers WHERE substr(name, 1, ?) <> ?", (len(kept_prefix), kept_prefix))
-                _write_fact(db, "complete", 1)
+                write_fact(db, "complete", 1)
 
         self._write_in_batch(start_ring)
 
@@ -171,9 +167,9 @@ class SqliteRegisters(Registers):
 
     def collect(self, expected_ballots: Sequence[tuple[str, Ballot]], fence_number: int) -> int:
         def collect_all(db: sqlite3.Connection) -> int:
-            own_number = _read_fact(db, _FENCE_FACT)
+            own_number = read_fact(db, FENCE_FACT)
             removed_names = [
-                (name,) for name, ballot in expected_ballots if can_collect(_read_record(db, name), ballot, own_number)
+                (name,) for name, ballot in expected_ballots if can_collect(read_record(db, name), ballot, own_number)
             ]
             return db.executemany("DELETE FROM registers WHERE name = ?", removed_names).rowcount if removed_names else 0
 
@@ -191,8 +187,8 @@ class SqliteRegisters(Registers):
                 "WHERE name >= ? AND name < ? AND name > ? ORDER BY name LIMIT ?",
                 (prefix, _prefix_end(prefix), after, limit),
             )
-            own_number = _read_fact(db, _FENCE_FACT)
-            found = [(row[0], _decode_head(*row)) for row in rows]
+            own_number = read_fact(db, FENCE_FACT)
+            found = [(name := decode_name(row[0]), decode_head(name, *row[1:])) for row in rows]
             return [(name, with_floor_promise(each, own_number) if isinstance(each, Record) else each) for name, each in found]
 
     def close(self) -> None:
@@ -312,6 +308,7 @@ class SqliteRegisters(Registers):
             os.makedirs(folder, exist_ok=True)
             make_durable_root(folder)  # SQLite makes its files durable, but not their folder
             self._connection = open_wal_database(self._path, _SCHEMA)
+            self._connection.text_factory = bytes  # a damaged record may have a text that is not UTF-8 in any column
         return self._connection
 
 
@@ -325,60 +322,17 @@ def _as_store_error(path: str, action: str, error: BaseException) -> BaseExcepti
 
 
 def _require_current_fence(db: sqlite3.Connection, fence_number: int) -> None:
-    if fence_number and order_key(fence_number) < order_key(own_number := _read_fact(db, _FENCE_FACT)):
+    if fence_number and order_key(fence_number) < order_key(own_number := read_fact(db, FENCE_FACT)):
         raise Outdated(outdated_message(own_number, fence_number))
 
 
 def _advance_fence(db: sqlite3.Connection, fence_number: int) -> bool:
     """Fence the member by a number; return whether it is higher than the previous one."""
-    before = _read_fact(db, _FENCE_FACT)
+    before = read_fact(db, FENCE_FACT)
     after = advance_fence(before, fence_number)
     if after != before:
-        _write_fact(db, _FENCE_FACT, after)
+        write_fact(db, FENCE_FACT, after)
     return order_key(after) > order_key(before)
-
-
-def _read_fact(db: sqlite3.Connection, name: str) -> int:
-    row = db.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
-    return 0 if row is None else int(row[0])
-
-
-def _write_fact(db: sqlite3.Connection, name: str, value: int) -> None:
-    db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
-
-
-def _read_record(db: sqlite3.Connection, name: str) -> RegisterAnswer:
-    row = db.execute(_READ_SQL, (name,)).fetchone()
-    if row is None:
-        return with_floor_promise(Record(), _read_fact(db, _FENCE_FACT)) if _read_fact(db, "complete") else REGISTERS_INCOMPLETE
-    promised, accepted, total, head, body = row
-    value = None if head is None else RegisterValue(head, body or b"")
-    try:
-        if record_checksum(name, promised, accepted, value) == total:
-            found = Record(decode_ballot(promised), decode_ballot(accepted), value)
-            return found if value is not None else with_floor_promise(found, _read_fact(db, _FENCE_FACT))
-    except (TypeError, ValueError, AttributeError):
-        pass  # SQLite stores any type in any column
-    return DamagedRecord("its checksum does not match")
-
-
-def _decode_head(name: str, promised: bytes, accepted: bytes, total: int, head: bytes | None) -> RegisterAnswer:
-    value = None if head is None else RegisterValue(head)
-    try:
-        if record_checksum(name, promised, accepted, value) == total:
-            return Record(decode_ballot(promised), decode_ballot(accepted), value)
-    except (TypeError, ValueError, AttributeError):
-        pass
-    return DamagedRecord("the checksum of its head does not match")
-
-
-def _write_record(db: sqlite3.Connection, name: str, record: Record) -> None:
-    value = record.value
-    require_record_fits(name, value)
-    promised, accepted = encode_ballot(record.promised_ballot), encode_ballot(record.accepted_ballot)
-    total = record_checksum(name, promised, accepted, value)
-    of_head = record_checksum(name, promised, accepted, value and RegisterValue(value.head))
-    db.execute(_WRITE_SQL, (name, promised, accepted, total, of_head, value and value.head, value and value.body))
 
 
 def _prefix_end(prefix: str) -> str:
@@ -393,7 +347,7 @@ def _error_advice(error: Exception) -> str:
     if "full" in text:
         return "free space on this disk"
     if "malformed" in text or "not a database" in text:
-        return "the file is damaged: run `ckpt-node admin repair`, which takes the records from the other members"
+        return "the file is damaged: end its node, move this file away, with -wal and -shm, and run `ckpt-node admin repair`"
     if "locked" in text or "locking" in text or "log" in text:
         return "end a process that keeps it locked, or if its file system is not local put a ckpt-node in front of it"
     return "check the disk and the permissions of the folder"

@@ -114,12 +114,54 @@ def test_a_damaged_record_does_not_vote(registers: SqliteRegisters, column: str)
     assert record(registers, "x").value == RegisterValue(b"1")
 
 
+@pytest.mark.parametrize("column", ["promised", "accepted", "head", "body"])
+def test_a_damaged_record_with_a_text_that_is_not_utf_8_does_not_fail_other_records(
+    registers: SqliteRegisters, column: str
+) -> None:
+    """One flipped bit in the header of a row makes a text of a BLOB."""
+    for name in "xy":
+        registers.change([DirectChange(name, NO_BALLOT, RegisterValue(b"\xffhead", b"\xffbody"))], "w")
+    execute(registers, f"UPDATE registers SET {column} = CAST(x'fe00' AS TEXT) WHERE name = 'x'")
+    damaged, other = registers.read(["x", "y"])
+    assert isinstance(damaged, DamagedRecord)
+    assert isinstance(other, Record)
+    assert isinstance(dict(registers.scan(""))["y"], Record)
+    assert registers.accept([("x", RegisterValue(b"1")), ("y", RegisterValue(b"2"))], Ballot(9, "")) == [False, True]
+    assert registers.accept([("x", RegisterValue(b"1"))], Ballot(9, ""), repair_damaged=True) == [True]
+    assert record(registers, "x").value == RegisterValue(b"1")
+
+
+def test_a_value_that_became_a_text_with_the_same_bytes_is_intact(registers: SqliteRegisters) -> None:
+    registers.change([DirectChange("x", NO_BALLOT, RegisterValue(b"\xffhead", b"\xffbody"))], "w")
+    execute(registers, "UPDATE registers SET head = CAST(head AS TEXT), body = CAST(body AS TEXT)")
+    assert record(registers, "x").value == RegisterValue(b"\xffhead", b"\xffbody")
+
+
+@pytest.mark.parametrize("sql", [
+    "UPDATE facts SET value = NULL", "UPDATE facts SET value = 'x'", "UPDATE registers SET name = CAST(x'78fe' AS TEXT)",
+])  # fmt: skip
+def test_damage_that_no_checksum_finds_is_named(registers: SqliteRegisters, sql: str) -> None:
+    registers.change([DirectChange("x", NO_BALLOT, RegisterValue(b"1"))], "w", 1)
+    execute(registers, sql)
+    with pytest.raises(StoreError, match="malformed.*and run `ckpt-node admin repair`"):
+        registers.read(["z"])
+        registers.scan("")
+
+
+def execute(registers: SqliteRegisters, sql: str) -> None:
+    """Change the file of the registers as damage would."""
+    registers.close()
+    with sqlite3.connect(registers._path) as db:
+        db.execute(sql)
+    db.close()
+
+
 def test_a_damaged_file_is_reset_and_kept_aside(registers: SqliteRegisters) -> None:
     registers.change([DirectChange(f"x{i}", NO_BALLOT, RegisterValue(os.urandom(500))) for i in range(100)], "w")
     registers.close()
     with open(registers._path, "r+b") as file:
         file.write(b"\xff" * 30_000)
-    with pytest.raises(StoreError, match="damaged: run `ckpt-node admin repair`"):
+    with pytest.raises(StoreError, match="move this file away, with -wal and -shm, and run `ckpt-node admin repair`"):
         registers.read(["x1"])
     registers.reset()
     assert isinstance(registers.read(["x1"])[0], DamagedRecord), "a lost record is not an empty one"
