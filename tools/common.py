@@ -104,9 +104,16 @@ def print_error(name: str, message: str) -> None:
 
 
 def emit(text: str) -> None:
-    """Print to stdout. If the reader has ended (`| head`), end without a message, as a process that SIGPIPE kills."""
+    """Print to stdout, with escapes for characters that its encoding lacks.
+
+    If the reader has ended (`| head`), end without a message, as a process that SIGPIPE kills.
+    """
     try:
-        click.echo(text)
+        try:
+            click.echo(text)
+        except UnicodeEncodeError:  # also a byte of a path that is not UTF-8, which Python has as a surrogate
+            encoding = sys.stdout.encoding
+            click.echo(text.encode(encoding, "backslashreplace").decode(encoding))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the flush at exit prints an error
         sys.exit(_PIPE_CLOSED)

@@ -45,6 +45,10 @@ _FORMATS_BY_SUFFIX = {
 }  # fmt: skip
 
 
+_SHARED_NAME_BYTES = 150
+"""How much of the name of DEST is in that of its temporary file: file systems allow 255 bytes."""
+
+
 class _RestoreCommand(click.Command):
     """The command, with advice for users who write the step as an argument, as for ckpt-inspect."""
 
@@ -200,6 +204,8 @@ def _newest_checkpoint(repo: Repository) -> Checkpoint:
 
 def _check_destination(dest: Path, format_name: str, overwrite: bool) -> None:
     """Raise CkptError if `dest` can't be written, or exists and must not be replaced."""
+    if not dest.name:
+        raise CkptError(f"{dest} can't be replaced, as it has no name here; name a file or a folder in it")
     require_parent_folder(dest)
     if not os.path.lexists(dest):
         return
@@ -217,7 +223,8 @@ def _check_destination(dest: Path, format_name: str, overwrite: bool) -> None:
 @contextmanager
 def _atomic_destination(dest: Path, format_name: str, overwrite: bool) -> Iterator[Path]:
     """A context with a temporary path in the folder of `dest`, which is renamed to it at the end, or removed after an error."""
-    temporary = dest.with_name(f".{dest.name[:150]}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
+    begin = os.fsencode(dest.name)[:_SHARED_NAME_BYTES].decode(errors="ignore")
+    temporary = dest.with_name(f".{begin}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
     replaced = temporary.with_name(temporary.name + "-old")
     done = False
     try:
@@ -263,7 +270,7 @@ def _fsync(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         for _ in range(100):  # after an interrupt, threads of zarr may still write into the folder
             shutil.rmtree(path, ignore_errors=True)
             if not path.exists():
