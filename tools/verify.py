@@ -78,8 +78,8 @@ def verify_next_part(repo: Repository, step: int | None, share: float, as_json: 
         except OSError as error:
             common.print_error(
                 "ckpt-inspect",
-                f"can't write {position.file} ({error}), so the next run begins at a random block; name a writable folder in "
-                "XDG_STATE_HOME",
+                f"can't write {position.file or 'the position'} ({error}), so the next run begins at a random block; name a "
+                "writable folder in XDG_STATE_HOME",
             )
     bad_steps = [report for report in reports.values() if report.has_failed]
     if as_json:

@@ -123,11 +123,14 @@ class VerifyProgress:
     def __init__(self, repo: Repository, step: int | None) -> None:
         self._repository = repo.identity()
         name = hashlib.sha256(json.dumps([repo.url, step]).encode()).hexdigest()[:32]
-        state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
-        self.file = Path(state) / "ckpt" / "verified" / f"{name}.json"
+        state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+        # A user without an entry in the list of users, as in a container, has no home folder.
+        self.file = None if state.startswith("~") else Path(state) / "ckpt" / "verified" / f"{name}.json"
 
     def last(self) -> PackPosition | None:
         """Return the last block; None if it is unknown, or of an earlier repository at this URL."""
+        if self.file is None:
+            return None
         try:
             record = json.loads(self.file.read_text())
             if record["repository"] != self._repository:
@@ -138,6 +141,8 @@ class VerifyProgress:
 
     def remember(self, pack_position: PackPosition) -> None:
         """Store the last block that was read. Raises OSError if the file can't be written."""
+        if self.file is None:
+            raise FileNotFoundError("this user has no home folder")
         self.file.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.file.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(json.dumps({"repository": self._repository, **pack_position._asdict()}))

@@ -214,8 +214,8 @@ def _with_host_domain(config: NamespaceConfig, node_name: str, url: str) -> Name
 def config_file() -> Path:
     """Return the path of the TOML file, which need not exist."""
     if given := os.environ.get("CKPT_CONFIG"):
-        return Path(given).expanduser()
-    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "ckpt" / "config.toml"
+        return Path(os.path.expanduser(given))
+    return Path(os.path.expanduser(os.environ.get("XDG_CONFIG_HOME") or "~/.config"), "ckpt", "config.toml")
 
 
 def config_from_table(name: str, table: Mapping[str, Any], source: str) -> NamespaceConfig:
@@ -395,6 +395,6 @@ def _read_file(path: object, name: str) -> bytes:
     if not isinstance(path, str):
         raise InvalidArgument(f"{name} {path!r} can't be read: write the path of a file as a string")
     try:
-        return Path(path).expanduser().read_bytes()
+        return Path(os.path.expanduser(path)).read_bytes()
     except OSError as error:
         raise InvalidArgument(f"{name} {path} can't be read: {describe_unreadable_file(error)}") from error

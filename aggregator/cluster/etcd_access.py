@@ -85,7 +85,7 @@ class EtcdCredentials:
         if not self.password_file:
             return self.password
         try:
-            password = Path(self.password_file).expanduser().read_text().strip()
+            password = Path(os.path.expanduser(self.password_file)).read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidArgument(
                 f"{ETCD_VARIABLES['password_file']} {self.password_file} can't be read: {describe_unreadable_file(error)}"

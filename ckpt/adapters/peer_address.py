@@ -98,7 +98,7 @@ def _tls_credentials(peer: PeerAddress, deadline_seconds: float) -> NodeCredenti
         raise InvalidArgument(
             f"{peer.host_port} serves its memory with TLS: set CKPT_CA_FILE, its authority, in this process, too"
         )
-    authority = read_authority(Path(file).expanduser(), VARIABLES.authority)
+    authority = read_authority(Path(os.path.expanduser(file)), VARIABLES.authority)
     credentials = credentials_from_environment()
     token = peer.token or credentials.token
     if token is None:
