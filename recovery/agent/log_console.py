@@ -5,14 +5,15 @@ A stopped terminal or a full disk blocks only this thread, not the agent and not
 
 from __future__ import annotations
 
+import errno
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 from ckpt.recovery.ranks.rank_process import RankProcess
+from ckpt.storage.base.background_stderr import write_when_ready
 
 log = logging.getLogger("ckpt.run")
 
@@ -45,7 +46,7 @@ class LogConsole:
                 self._copy()
             except _ReaderGone:
                 return
-            except Exception as error:  # a lack of memory or descriptors may be temporary: the rest is copied next time
+            except Exception as error:  # a full disk or a lack of memory may be temporary: the rest is copied next time
                 log.debug("the output of the ranks can't be copied, and is copied later: %s", error)
 
     def _copy(self) -> None:
@@ -55,8 +56,10 @@ class LogConsole:
                 with file.open("rb") as written:
                     written.seek(done)
                     data = written.read()
-                self._copied_bytes[file] = done + len(data)
-                _write_all(data)
+                while data:
+                    count = _write(data)
+                    self._copied_bytes[file] = done = done + count
+                    data = data[count:]
 
     def close(self) -> None:
         """Copy what the ranks have written last, and end the thread."""
@@ -69,9 +72,15 @@ class _ReaderGone(Exception):
     """Raised if nothing more can be written to the standard output."""
 
 
-def _write_all(data: bytes) -> None:
+_GONE_ERRORS = {errno.EPIPE, errno.EBADF, errno.EIO}
+"""The reader of a pipe has ended, the output is closed, or the terminal is gone."""
+
+
+def _write(data: bytes) -> int:
+    """Write a part of some bytes to the standard output, and return its length. Raises OSError if that may work later."""
     try:
-        while data:
-            data = data[os.write(1, data) :]
+        return write_when_ready(1, data)
     except OSError as error:
-        raise _ReaderGone from error
+        if error.errno in _GONE_ERRORS:
+            raise _ReaderGone from error
+        raise

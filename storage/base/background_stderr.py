@@ -7,6 +7,7 @@ import contextlib
 import io
 import os
 import queue
+import select
 import sys
 import threading
 from typing import TYPE_CHECKING
@@ -89,4 +90,18 @@ class _QueuedOutput(io.RawIOBase):
 
     def _write_all(self, chunk: bytes) -> None:
         while chunk:
-            chunk = chunk[os.write(self._descriptor, chunk) :]
+            chunk = chunk[write_when_ready(self._descriptor, chunk) :]
+
+
+def write_when_ready(descriptor: int, data: bytes) -> int:
+    """Write a part of some bytes, and return its length. Waits for the reader, also if the descriptor does not block.
+
+    A terminal or pipe that is shared with another program does not block if that program has set O_NONBLOCK.
+    """
+    while True:
+        try:
+            return os.write(descriptor, data)
+        except BlockingIOError:
+            poll = select.poll()
+            poll.register(descriptor, select.POLLOUT)
+            poll.poll()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import select
 import subprocess
 import sys
 
+from helpers.processes import until
 from helpers.unread_pipe import full_pipe
 
 PROGRAM = """
@@ -35,3 +38,25 @@ def test_a_process_ends_although_nobody_reads_its_messages() -> None:
     with full_pipe() as (_, unread):
         done = subprocess.run([sys.executable, "-c", program], stderr=unread, timeout=600, check=False)
     assert done.returncode == 1
+
+
+def test_messages_to_a_pipe_that_does_not_block_wait_for_the_reader() -> None:
+    """Another program that shares a terminal or pipe may have set O_NONBLOCK."""
+    program = PROGRAM.replace("range(1000)", "range(20_000)").replace("os.fork()", "1").replace("os.waitpid(pid, 0)", "")
+    program = program.replace('raise ValueError("the last one")', "sys.stdin.read()")
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    with (
+        open(read_end, "rb") as reader,
+        subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stderr=write_end) as process,
+    ):
+        until(lambda: not select.select([], [write_end], [], 0)[1], "the pipe is full")
+        os.close(write_end)
+        lines = [reader.readline()]
+        while lines[-1] not in (b"line 19999\n", b""):
+            lines.append(reader.readline())
+        assert process.stdin is not None
+        process.stdin.close()
+        reader.read()
+    numbers = [int(line.removeprefix(b"line ")) for line in lines]
+    assert numbers == sorted(set(numbers)), "lines may be left out as a whole, where there are too many"
