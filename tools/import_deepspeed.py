@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpt.storage.base.errors import CkptError
 from ckpt.tools.common import import_optional
-from ckpt.tools.import_files import DAMAGE, FileLeaf, raise_if_unreadable, read_pointer
+from ckpt.tools.import_files import DAMAGE, FileLeaf, list_folder, raise_if_unreadable, read_pointer
 from ckpt.tools.import_torch import read_state as read_torch_file
 from ckpt.tools.import_zero import (
     Part,
@@ -38,13 +38,15 @@ def read_state(source: Path) -> dict[str, Any]:
     zero = _zero_folder(source)
     if _has_flat_parameters(zero):
         return _read_stage_3(zero)
-    folders = sorted(path for path in zero.iterdir() if (path / f"{_WEIGHTS}.pt").is_file())
+    folders = [path for path in list_folder(zero, "[!.]*") if path.is_dir()]
     if not folders:
         raise CkptError(f"{zero} has no parameters, so it is not a complete universal checkpoint: convert it again")
     model: dict[str, FileLeaf] = {}
     moments: dict[str, dict[str, Any]] = {}
     for folder in folders:
-        states = {path.stem: _read_parameter(path) for path in sorted(folder.glob("*.pt"))}
+        states = {path.stem: _read_parameter(path) for path in list_folder(folder, "*.pt")}
+        if _WEIGHTS not in states:
+            raise CkptError(f"{folder} has no {_WEIGHTS}.pt, so the checkpoint is incomplete: copy or convert it again")
         model[folder.name] = states.pop(_WEIGHTS)
         for name, value in states.items():
             if isinstance(value, FileLeaf) and value.shape not in ((), (1,), model[folder.name].shape):
@@ -84,7 +86,7 @@ def _read_parameter(path: Path) -> Any:
 
 def _has_flat_parameters(zero: Path) -> bool:
     """Return whether a checkpoint is of stage 3 without tensor parallelism: its parameters are flat then."""
-    found = [match for path in zero.parent.iterdir() if (match := _FILE_OF_STAGE_3.fullmatch(path.name))]
+    found = [match for path in list_folder(zero.parent, "*") if (match := _FILE_OF_STAGE_3.fullmatch(path.name))]
     return bool(found) and all(int(match[1]) == 0 for match in found)
 
 
@@ -123,7 +125,7 @@ def _flat_states(folder: Path, shape: tuple[int, ...]) -> dict[str, Any]:
     """Return the weights and moments of a parameter from its flat files."""
     found = {}
     size = math.prod(shape)
-    for path in sorted(folder.glob("*.pt")):
+    for path in list_folder(folder, "*.pt"):
         flat = read_torch_file(path)
         if not isinstance(flat, FileLeaf) or flat.shape != (size,):
             raise CkptError(f"{path} does not have the {size} elements of its parameter: convert the checkpoint again")

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ckpt.state.boxes import Box, contiguous_start, intersect
 from ckpt.state.dtype_names import numpy_dtype
 from ckpt.state.leaves.base import ArrayLeaf, Bytes
 from ckpt.storage.base.errors import CkptError, StoreError, first_line, transient_cause
+from ckpt.storage.base.fd_io import describe_os_error
 
 DAMAGE = (
     ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, EOFError,
@@ -50,6 +52,17 @@ def read_pointer(path: Path) -> str:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise CkptError(f"{path} can't be read as text ({error}): copy it again, or name the checkpoint itself") from error
+
+
+def list_folder(folder: Path, pattern: str) -> list[Path]:
+    """Return the paths in a folder whose names match a pattern, in order. Raises CkptError if the folder can't be listed.
+
+    `Path.glob` would return nothing then, and what is there would be left out.
+    """
+    try:
+        return sorted(folder / name for name in os.listdir(folder) if fnmatchcase(name, pattern))
+    except OSError as error:
+        raise CkptError(f"{folder} can't be listed: {describe_os_error(error)}") from error
 
 
 _MAX_UNNAMED_ITEMS = 1 << 16

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.storage.base.errors import CkptError
+from ckpt.tools.import_files import list_folder
 from ckpt.tools.import_safetensors import INDEX_SUFFIX, read_index
 from ckpt.tools.import_torch import read_state as read_torch_file
 
@@ -13,7 +14,7 @@ from ckpt.tools.import_torch import read_state as read_torch_file
 def read_state(source: Path) -> dict[str, Any]:
     """Return the arrays of a folder, or of an index and its files, by name."""
     if source.is_dir():
-        indexes = sorted(source.glob(f"pytorch_model*.bin{INDEX_SUFFIX}"))
+        indexes = list_folder(source, f"pytorch_model*.bin{INDEX_SUFFIX}")
         source = indexes[0] if indexes else source / "pytorch_model.bin"
     if not source.name.endswith(INDEX_SUFFIX):
         state: dict[str, Any] = read_torch_file(source)

@@ -18,7 +18,7 @@ from ckpt.state.leaves.base import Bytes
 from ckpt.storage.base.checked_decode import parse_json
 from ckpt.storage.base.errors import CkptError, first_line
 from ckpt.tools.common import import_optional
-from ckpt.tools.import_files import DAMAGE, FileLeaf, insert, refuse_damage
+from ckpt.tools.import_files import DAMAGE, FileLeaf, insert, list_folder, refuse_damage
 
 _METADATA = "_METADATA"
 _MAX_CACHE_BYTES = 1 << 30
@@ -84,9 +84,11 @@ def _nested(entries: list[tuple[list[str | int], str]], arrays: _Arrays) -> Any:
 
 def _folder_of_arrays(source: Path) -> Path:
     """Return the folder with the arrays: the source, an item of it, or an item of its newest step."""
-    steps = sorted((int(path.name) for path in source.iterdir() if path.name.isdecimal()), reverse=True)
+    steps = sorted((int(path.name) for path in list_folder(source, "*") if path.name.isdecimal()), reverse=True)
     for step in [source, *(source / str(number) for number in steps)]:
-        found = sorted(path.parent for path in [step / _METADATA, *step.glob(f"*/{_METADATA}")] if path.is_file())
+        # A step that can't be listed is not left out: an older one would be imported in its place.
+        items = source.glob("*") if step == source else list_folder(step, "*") if step.is_dir() else []
+        found = sorted(path.parent for path in [step / _METADATA, *(item / _METADATA for item in items)] if path.is_file())
         if len(found) > 1:
             raise CkptError(f"{step} has the items {', '.join(path.name for path in found)}: name the folder of one of them")
         if found:

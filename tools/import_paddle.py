@@ -14,7 +14,7 @@ from ckpt.state.boxes import Box, flat_boxes
 from ckpt.state.dtype_names import dtype_name
 from ckpt.state.leaves.base import Bytes
 from ckpt.storage.base.errors import CkptError
-from ckpt.tools.import_files import FileLeaf, FileRegion, contiguous_strides, refuse_damage
+from ckpt.tools.import_files import FileLeaf, FileRegion, contiguous_strides, list_folder, refuse_damage
 from ckpt.tools.import_paddle_names import NAMES, join_states
 from ckpt.tools.import_paddle_pickle import read_pickle
 
@@ -27,7 +27,7 @@ def read_state(source: Path) -> Any:
     """Return the state of a file; of a folder, the layer and the optimizer of ckpt.adapters.paddle.ModelState."""
     if not source.is_dir():
         return _read_file(source)
-    found = {ending: sorted(source.glob(f"*.{ending}")) for ending in ("pdparams", "pdopt")}
+    found = {ending: list_folder(source, f"*.{ending}") for ending in ("pdparams", "pdopt")}
     for ending, paths in found.items():
         if len(paths) > 1:
             raise CkptError(f"{source} has several .{ending} files ({', '.join(p.name for p in paths[:3])}): name one of them")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,21 @@ from ckpt.state.dtype_names import numpy_dtype
 from ckpt.storage.base.checked_decode import parse_json
 from ckpt.storage.base.errors import CkptError
 from ckpt.tools.export_safetensors import HEADER_LIMIT, TYPE_CODES
-from ckpt.tools.import_files import FileLeaf, FileRegion, contiguous_strides, whole_file_leaf
+from ckpt.tools.import_files import FileLeaf, FileRegion, contiguous_strides, list_folder, whole_file_leaf
 
 _DTYPES = {code: name for name, code in TYPE_CODES.items()}
 INDEX_SUFFIX = ".index.json"
+_NUMBERED_FILE = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 
 
 def read_state(source: Path) -> dict[str, FileLeaf]:
     """Return the arrays of a file, of an index and its files, or of a folder, by name."""
     if source.is_dir():
-        indexes = sorted(source.glob(f"*.safetensors{INDEX_SUFFIX}"))
+        indexes = list_folder(source, f"*.safetensors{INDEX_SUFFIX}")
         if len(indexes) > 1:
             raise CkptError(f"{source} has several indexes ({', '.join(i.name for i in indexes)}): name the one to import")
         if not indexes:
-            return _join(sorted(source.glob("*.safetensors")))
+            return _join(_require_all_parts(list_folder(source, "*.safetensors")))
         source = indexes[0]
     if not source.name.endswith(INDEX_SUFFIX):
         return read_safetensors_file(source)
@@ -53,6 +55,19 @@ def read_index(source: Path) -> dict[str, str]:
         if not (source.parent / name).is_file():
             raise CkptError(f"{source} names {name}, which is missing: download it")
     return dict(file_of)
+
+
+def _require_all_parts(paths: list[Path]) -> list[Path]:
+    """Return the files of a folder without an index; raise CkptError if one of those that their names number is missing."""
+    names = {path.name for path in paths}
+    for path in paths:
+        if (found := _NUMBERED_FILE.fullmatch(path.name)) is None:
+            continue
+        begin, number, count = found[1], len(found[2]), int(found[3])
+        for part in range(1, min(count, len(paths) + 1) + 1):
+            if (name := f"{begin}-{part:0{number}}-of-{found[3]}.safetensors") not in names:
+                raise CkptError(f"{path.parent} has {path.name}, but {name} is missing: download it")
+    return paths
 
 
 def _join(paths: list[Path]) -> dict[str, FileLeaf]:

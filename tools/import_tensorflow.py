@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 from ckpt.state.dtype_names import numpy_dtype
 from ckpt.state.tree import join_path
 from ckpt.storage.base.errors import CkptError, first_line
-from ckpt.tools.import_files import DAMAGE, FileLeaf, FileRegion, contiguous_strides, read_pointer, whole_file_leaf
+from ckpt.tools.import_files import (
+    DAMAGE,
+    FileLeaf,
+    FileRegion,
+    contiguous_strides,
+    list_folder,
+    read_pointer,
+    whole_file_leaf,
+)
 from ckpt.tools.import_leveldb import parse_fields, read_leveldb, read_varint
 
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
@@ -76,7 +84,7 @@ def _newest_index(folder: Path) -> Path:
         if not index.is_file():
             raise CkptError(f"{listed} names {index.name}, which is missing: copy it, or name the index of another checkpoint")
         return index
-    indexes = sorted([*folder.glob("*.index"), *folder.glob("variables/variables.index")])
+    indexes = [*list_folder(folder, "*.index"), *filter(Path.is_file, [folder / "variables" / "variables.index"])]
     if len(indexes) != 1:
         names = ", ".join(path.name for path in indexes[:3]) or "none"
         raise CkptError(f"{folder} has several indexes of TensorFlow or none ({names}): name the index of one checkpoint")

@@ -18,7 +18,15 @@ from ckpt.adapters.deepspeed_names import COUNTERS, SCALER_FIELDS
 from ckpt.state.boxes import flat_boxes
 from ckpt.storage.base.errors import CkptError
 from ckpt.tools.common import import_optional
-from ckpt.tools.import_files import DAMAGE, FileLeaf, FileRegion, contiguous_strides, raise_if_unreadable, read_pointer
+from ckpt.tools.import_files import (
+    DAMAGE,
+    FileLeaf,
+    FileRegion,
+    contiguous_strides,
+    list_folder,
+    raise_if_unreadable,
+    read_pointer,
+)
 from ckpt.tools.import_torch import read_state as read_torch_file
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
@@ -66,7 +74,7 @@ def read_state(source: Path) -> dict[str, Any]:
 
 def _read_folder(folder: Path) -> dict[str, Any]:
     optimizers = [read_rank_file(path)["optimizer_state_dict"] for path in _optimizer_files(folder)]
-    first_file = sorted(folder.glob("*mp_rank_00_model_states.pt"))
+    first_file = list_folder(folder, "*mp_rank_00_model_states.pt")
     if not first_file:
         raise CkptError(f"{folder} has no *_model_states.pt: the checkpoint is incomplete; copy it again")
     is_stage_3 = "fp32_flat_groups" in optimizers[0]
@@ -110,7 +118,7 @@ def _tag_folder(source: Path) -> Path:
     """Return the folder of one checkpoint: the source itself, or the one that its file `latest` names."""
     if (source / "latest").is_file():
         source = source / Path(read_pointer(source / "latest").strip()).name
-    if not any(_OPTIMIZER_FILE.fullmatch(path.name) for path in source.glob("*.pt")):
+    if not any(_OPTIMIZER_FILE.fullmatch(path.name) for path in list_folder(source, "*.pt")):
         raise CkptError(f"{source} has no zero_pp_rank_*_optim_states.pt: name the folder of one checkpoint, as global_step100")
     return source
 
@@ -118,7 +126,7 @@ def _tag_folder(source: Path) -> Path:
 def _optimizer_files(folder: Path) -> list[Path]:
     """Return the optimizer file of each rank, in order."""
     by_rank: dict[int, Path] = {}
-    for path in sorted(folder.glob("*.pt")):
+    for path in list_folder(folder, "*.pt"):
         if (found := _OPTIMIZER_FILE.fullmatch(path.name)) is None:
             continue
         if int(found[2]):

@@ -9,6 +9,7 @@ own file.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import json
 import logging
 import math
@@ -196,8 +197,15 @@ def process_start_time() -> float:
 
 
 def read_ledgers(folder: Path) -> list[LedgerSpan]:
-    """Return the spans of all ledger files in a folder, in order. A line that a crash has cut off is left out."""
-    return merge_ledgers([read_ledger_file(path) for path in sorted(folder.glob(_LEDGER_GLOB))])
+    """Return the spans of all ledger files in a folder, in order. A line that a crash has cut off is left out.
+
+    Raises OSError if the folder or a file can't be read. `Path.glob` would return no files then.
+    """
+    try:
+        names = fnmatch.filter(os.listdir(folder), _LEDGER_GLOB)
+    except FileNotFoundError:
+        names = []
+    return merge_ledgers([read_ledger_file(folder / name) for name in sorted(names)])
 
 
 def read_ledger_file(path: Path) -> list[LedgerSpan]:

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from itertools import pairwise
@@ -110,6 +111,22 @@ def test_a_report_names_the_folder_whose_ledger_cannot_be_read(run_asked_to_end:
     for options in ((), ("--json",), ("--prometheus",)):
         with pytest.raises(CkptError, match=f"the ledger in {run_asked_to_end} can't be read: .*; check the folder"):
             query(run_queries.report, run_asked_to_end, *options)
+
+
+def test_a_folder_whose_files_cannot_be_listed_has_no_empty_ledger() -> None:
+    user = os.geteuid()
+    with tempfile.TemporaryDirectory() as folder:  # not tmp_path, whose parents another user may not search
+        (Path(folder) / LEDGER_FILE).write_text('{"at": 5.0, "name": "useful", "seconds": 2.0, "attempt": 0}\n')
+        assert total_seconds_by_category(Path(folder)) == {"useful": 2.0}
+        os.chmod(folder, 0o711 if user == 0 else 0o111)
+        try:
+            if user == 0:  # root may read all
+                os.seteuid(65534)
+            with pytest.raises(PermissionError):
+                read_ledgers(Path(folder))
+        finally:
+            os.seteuid(user)
+            os.chmod(folder, 0o700)
 
 
 def test_a_report_without_a_ledger_names_the_hosts_that_have_one(
