@@ -25,15 +25,17 @@ Advance = Callable[[int], None]
 
 _PIPE_CLOSED = 128 + signal.SIGPIPE
 """The exit status of a process that SIGPIPE kills."""
+LONGEST_WAIT_SECONDS = 1e9
+"""The most seconds of an option that a thread waits. Threads can't wait for `inf`, nor for more than 292 years."""
 _SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 
 
 class Number(click.FloatRange):
     """The type of an option with a number. It refuses `nan`, which is neither above nor below a limit."""
 
-    def __init__(self, least: float, *, min_open: bool = False, never: bool = False) -> None:
+    def __init__(self, least: float, most: float | None = None, *, min_open: bool = False, never: bool = False) -> None:
         """never: whether `inf` is allowed, which means "never"."""
-        super().__init__(least, min_open=min_open)
+        super().__init__(least, most, min_open=min_open)
         self._never = never
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:

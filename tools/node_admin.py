@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ckpt.aggregator.maintenance.scrub import FileHealth, ScrubReport
 
 _GRACE_OPTION = click.option(
-    "--grace", default=3600.0, show_default=True, type=click.FloatRange(0), metavar="SECONDS",
+    "--grace", default=3600.0, show_default=True, type=common.Number(0, never=True), metavar="SECONDS",
     help="Keep objects without a record that are younger than this: a client may be writing them.",
 )  # fmt: skip
 _RATE_OPTION = click.option(

@@ -46,7 +46,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "--repair-every",
         default=600.0,
         show_default=True,
-        type=click.FloatRange(0, min_open=True),
+        type=common.Number(0, common.LONGEST_WAIT_SECONDS, min_open=True),
         metavar="SECONDS",
         help="The time between two scrubs of that namespace.",
     ),
@@ -57,7 +57,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "--drain-seconds",
         default=30.0,
         show_default=True,
-        type=click.FloatRange(0),
+        type=common.Number(0, common.LONGEST_WAIT_SECONDS),
         help="How long the node waits for running writes after SIGTERM.",
     ),
 )

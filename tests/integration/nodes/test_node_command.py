@@ -234,6 +234,10 @@ def test_a_node_serves_by_tls_with_a_token(tmp_path: Path) -> None:
         (["--data", "d", "--repair", "http://x"], "--repair http://x: http://x is not a URL of a namespace; write ckpt://"),
         (["--data", "d", "--tls-cert", __file__], "must be given together"),
         (["--data", "d", "--token-file", "/dev/null"], "use 16 or more"),
+        (["--drain-seconds", "inf"], "inf is not in the range 0<=x<=1000000000.0"),
+        (["--drain-seconds", "nan"], "nan can't be used here"),
+        (["--repair-every", "1e300"], "1e+300 is not in the range 0<x<=1000000000.0"),
+        (["--repair-every", "nan"], "nan can't be used here"),
     ],
 )
 def test_wrong_options_of_a_node_are_refused_with_advice(tmp_path: Path, options: list[str], message: str) -> None:
