@@ -42,6 +42,8 @@ def read_source(source: Path, requested: str | None, only: tuple[str, ...] = ())
         source = index  # TensorFlow names a checkpoint by what its files have in common
     if not source.exists():
         raise CkptError(f"{source} does not exist; name a file or folder of another program")
+    if not (source.is_file() or source.is_dir()):  # a read of a pipe may wait without end
+        raise CkptError(f"{source} is neither a file nor a folder; copy what it gives to a file, and import that")
     found = requested or find_format(source)
     if found is None:
         raise CkptError(f"{source} is of no format that is recognised: name one with --format ({', '.join(FORMATS)})")

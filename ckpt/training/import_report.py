@@ -39,6 +39,15 @@ def write_report() -> None:
         unfinished.replace(path)
 
 
+def read_modules(path: Path) -> frozenset[str]:
+    """Return the names of the modules in a report. Raises OSError, or ValueError if the file has something else."""
+    report = json.loads(path.read_bytes())
+    modules = report.get("modules") if isinstance(report, dict) else None
+    if not isinstance(modules, dict):
+        raise ValueError(f"{path} has no modules")
+    return frozenset(modules)
+
+
 def _module_origin(module: object) -> str | None:
     origin = getattr(getattr(module, "__spec__", None), "origin", None) or getattr(module, "__file__", None)
     return origin if isinstance(origin, str) else None

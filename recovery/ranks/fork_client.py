@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import socket
@@ -23,6 +24,9 @@ from pathlib import Path
 from typing import Self
 
 from ckpt.recovery.ranks import fork_server, process_kill, processes
+from ckpt.training import import_report
+
+log = logging.getLogger("ckpt.run")
 
 PYTHON_NAME = re.compile(r"python(\d+(\.\d+)*)?[dt]?")
 """The file name of a Python interpreter."""
@@ -271,12 +275,14 @@ class ForkServers:
             version = imports, imports.stat().st_mtime_ns
             if version != self._seen_imports and self._next is None:
                 self._seen_imports = version
-                modules = json.loads(imports.read_text())["modules"].keys()
+                modules = import_report.read_modules(imports)
                 if self._current is None or not self._current.is_ready or not modules <= self._imported:
                     self._imported = set(modules)
                     self._next = ForkServerClient.start(self._command, environ, imports)
         except OSError:
             pass  # there is no report yet
+        except ValueError:  # e.g. two processes with the page of one rank have written it at once
+            log.warning("%s is no list of imports, and is ignored; start one process with CKPT_PULSE on each rank", imports)
         if self._next is None or not (self._next.is_ready or self._next.reason):
             return
         retired = self._next

@@ -16,7 +16,7 @@ from helpers.fork_servers import start_fork_server as start_fork_server
 from helpers.processes import python
 
 from ckpt.recovery.ranks import process_kill, processes
-from ckpt.recovery.ranks.fork_client import ForkedRank
+from ckpt.recovery.ranks.fork_client import ForkedRank, ForkServers
 from ckpt.recovery.ranks.orphan_guard import OrphanGuard
 
 if sys.platform != "linux":
@@ -53,6 +53,24 @@ def test_forked_ranks_get_signals_and_report_their_status(start_fork_server: Sta
     assert second.poll() is None, "a rank has ended with the fork server"
     process_kill.kill_sessions([second.pid])
     assert second.wait() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("report", [b"{", b"[]", b'{"modules": ["os"]}', b"\xff\xfe"])
+def test_a_list_of_imports_that_is_malformed_leaves_the_next_start_cold(tmp_path: Path, report: bytes) -> None:
+    imports = tmp_path / "page.imports"
+    imports.write_bytes(report)
+    servers = ForkServers([sys.executable, script(tmp_path, SLEEPS)])
+    servers.update(surroundings(0), imports)
+    assert servers.status_text.startswith("no warm start yet")
+    assert servers.fork(surroundings(0), tmp_path / "log") is None
+    imports.write_text('{"modules": {}, "environ": {}}')
+    os.utime(imports, (5, 5))
+    deadline = time.monotonic() + 600
+    while servers.status_text != "the next start is warm":
+        assert time.monotonic() < deadline, servers.status_text
+        servers.update(surroundings(0), imports)
+        time.sleep(0.01)
+    servers.close()
 
 
 TRACES = """

@@ -161,3 +161,11 @@ def test_a_lack_of_memory_is_no_damage_of_the_common_file(tmp_path: Path, monkey
     with pytest.raises(StoreError) as raised:
         import_megatron._read_common(tmp_path / import_megatron.COMMON)
     one_line(raised, "reading", "MemoryError", "free memory")
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for source in (tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(CkptError) as raised:
+            read_source(source, None)
+        one_line(raised, f"{source} is neither a file nor a folder")
