@@ -28,7 +28,8 @@ class Signals:
     def installed(self, select: selectors.BaseSelector) -> Iterator[None]:
         """Record signals within this context, and make `select` return when one arrives (`key.data` is this object).
 
-        Use it from the main thread.
+        Use it from the main thread. Settings that the parent of this process has left are undone: a blocked signal would never
+        arrive, and the kernel keeps no exit status of a child if SIGCHLD is ignored.
         """
         wake, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
@@ -37,13 +38,17 @@ class Signals:
         # A signal that is ignored, as SIGHUP under nohup, stays ignored.
         handled = [number for number in END_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         previous = {number: signal.signal(number, self._record) for number in handled}
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+            previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
         wakeup = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         try:
             yield
         finally:
             signal.set_wakeup_fd(wakeup)
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             for number, handler in previous.items():  # after a first signal, further ones do not interrupt the end
-                signal.signal(number, handler if not self.first else signal.SIG_IGN)
+                signal.signal(number, handler if not self.first or number == signal.SIGCHLD else signal.SIG_IGN)
             wake.close()
             self._wakeup.close()
 
