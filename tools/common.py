@@ -77,6 +77,7 @@ def key_option(command: C) -> C:
 def run(command: click.Command) -> NoReturn:
     """Run a command and end the process: status 0 for success, 1 for an error, 2 for wrong usage, 130 or 143 if interrupted."""
     name = command.name or "ckpt"
+    _open_standard_streams()
     try:
         interrupts.as_exceptions()
         # By default SIGTERM ends the process at once, and temporary files would stay.
@@ -98,6 +99,18 @@ def run(command: click.Command) -> NoReturn:
     except MemoryError:
         print_error(name, "not enough memory; choose fewer leaves with --only, or a format that is written in pieces")
         sys.exit(1)
+
+
+def _open_standard_streams() -> None:
+    """Open /dev/null in place of each standard stream that the parent has closed.
+
+    Otherwise the next file that is opened gets its number, and output is written into that file.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number
 
 
 def print_error(name: str, message: str) -> None:
