@@ -18,9 +18,12 @@ _COMPANIONS = ("__values__", "__tied__", "__dtypes__")
 
 def write(contents: Contents, path: str, advance: Advance) -> list[str]:
     """Write the file; return the names of the arrays that it has as plain integers."""
+    names = {*_COMPANIONS, *(array.name for array in contents.arrays)}
     for array in contents.arrays:
         if array.name in _COMPANIONS or "\0" in array.name:
             raise CkptError(f"npz can't have a leaf with the name {array.name!r}; choose another format")
+        if array.name.endswith(".npy") and (other := array.name.removesuffix(".npy")) in names:
+            raise CkptError(f"numpy.load would return {other} for {array.name!r} of an npz file; choose another format")
     raw = {a.name: a.dtype for a in contents.arrays if not a.is_numpy}
     with zipfile.ZipFile(path, "w") as archive:
         for array, pieces in itertools.groupby(contents.read(), key=lambda piece: piece.array):

@@ -77,4 +77,4 @@ def describe_failure(ranks: Sequence[int], detail: str, host: str = "") -> str:
     verb, _, rest = detail.partition(" ")
     forms = {"was": "were", "has": "have"} if len(ranks) > 1 else {"were": "was", "have": "has"}
     who = "rank" if len(ranks) == 1 else "ranks"
-    return f"{who} {', '.join(map(str, ranks[:8]))}{' …' if len(ranks) > 8 else ''} {forms.get(verb, verb)} {rest}"
+    return f"{who} {', '.join(map(str, ranks[:8]))}{' …' if len(ranks) > 8 else ''} {forms.get(verb, verb)} {rest}".rstrip()

@@ -1,4 +1,4 @@
-"""The commands with unusual but legal names of files, and on terminals with other encodings."""
+"""The commands with unusual but legal names of files and leaves, and on terminals with other encodings."""
 
 from __future__ import annotations
 
@@ -65,3 +65,15 @@ def test_names_are_shown_where_the_terminal_lacks_their_characters(root: Path, t
             assert ("\u65e5".encode() if encoding != "latin-1" else b"\\u65e5") in done.stdout
     assert b"wrote " in done.stdout
     assert os.path.exists(dest)
+
+
+@pytest.mark.parametrize("names", [("w", "w.npy"), ("__values__.npy",)])
+def test_names_that_numpy_confuses_are_refused(tmp_path: Path, names: tuple[str, ...]) -> None:
+    ckpt.save({name: np.full(2, number) for number, name in enumerate(names)}, tmp_path / "run", step=3)
+    done = run(tmp_path / "run", tmp_path / "out.npz")
+    assert done.returncode == 1
+    other = names[-1].removesuffix(".npy")
+    assert done.stderr == (
+        f"ckpt-restore: numpy.load would return {other} for '{names[-1]}' of an npz file; choose another format\n"
+    )
+    assert run(tmp_path / "run", tmp_path / "out.safetensors").returncode == 0

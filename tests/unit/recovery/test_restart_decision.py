@@ -239,6 +239,7 @@ def test_which_failures_come_soon_after_a_restore(step: int, is_soon_after_resto
 def test_a_failure_is_described_with_its_ranks() -> None:
     assert describe_failure((), "is silent", "a") == "host a is silent"
     assert describe_failure((3,), "was killed by SIGKILL", "a") == "rank 3 was killed by SIGKILL"
+    assert describe_failure((3,), "failed") == "rank 3 failed"
     assert describe_failure((3,), "were stopped") == "rank 3 was stopped"
     assert describe_failure((3,), "have no step") == "rank 3 has no step"
     assert describe_failure((3, 5), "was killed by SIGKILL") == "ranks 3, 5 were killed by SIGKILL"
