@@ -41,6 +41,7 @@ def read_fact(db: sqlite3.Connection, name: str) -> int:
 
 
 def write_fact(db: sqlite3.Connection, name: str, value: int) -> None:
+    """Write a fact of the member."""
     db.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
 
 
@@ -82,6 +83,7 @@ def decode_name(name: object) -> str:
 
 
 def write_record(db: sqlite3.Connection, name: str, record: Record) -> None:
+    """Write a record with its checksums; raise StoreError if its value is too long."""
     value = record.value
     require_record_fits(name, value)
     promised, accepted = encode_ballot(record.promised_ballot), encode_ballot(record.accepted_ballot)
