@@ -12,7 +12,7 @@ from ckpt.repository.tiered_repository import TieredRepository
 from ckpt.repository.writer_lease import SerialCounter
 from ckpt.saving import session_registry
 from ckpt.saving.writer_session import Session
-from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NotFound, StoreError
+from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NotFound, StoreError, Unavailable
 from ckpt.storage.base.store import Store
 from ckpt.tiers.copy_step import missing_packs, promote
 from ckpt.tiers.tier_note import TIER_NOTE_NAME, TierNote, read_tier_note
@@ -49,8 +49,11 @@ def drain(memory: Url, *before: Url) -> str:
         store = open_repository(each).store
         try:
             names = sorted(store.list_folders("")) if store.answers(_ANSWER_SECONDS) else []
-        except StoreError as error:  # an older memory may have steps of other repositories than those that were drained
-            messages.append(f"{store.url} {NOT_DRAINED}: {error}")
+        except StoreError as error:
+            if drained_names and isinstance(error, Unavailable):
+                log.info("%s does not answer, and counts as lost: %s", store.url, error)
+            else:  # an older memory may have steps of other repositories than those that were drained
+                messages.append(f"{store.url} {NOT_DRAINED}: {error}")
             continue
         for name in names:
             if name in drained_names:
