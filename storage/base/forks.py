@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Callable
@@ -30,6 +31,9 @@ def fork_safe_rlock() -> AbstractContextManager[bool]:
     return lock
 
 
+_libraries: list[ThreadedLibrary] = []
+
+
 class ThreadedLibrary:
     """A native library with threads of its own. In a forked child they do not exist, so that its calls never return there.
 
@@ -39,15 +43,25 @@ class ThreadedLibrary:
     def __init__(self, name: str) -> None:
         self._name = name
         self._user: int | None = None
+        _libraries.append(self)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether this process, or one from which it was forked, uses the library."""
+        return self._user is not None
+
+    def note_use(self) -> None:
+        """Note that this process uses the library."""
+        if self._user is None:
+            self._user = os.getpid()
 
     def require_usable(self, url: str) -> None:
         """Note that this process uses the library. Raises StoreError if it was forked from a process that has used it.
 
         url: what is read or written, for the message.
         """
+        self.note_use()
         process = os.getpid()
-        if self._user is None:
-            self._user = process
         if self._user != process:
             raise StoreError(
                 f"{url} can't be used in process {process}: it was forked from process {self._user}, which has used "
@@ -59,3 +73,12 @@ def _free_in_forked_child(lock: object) -> None:
     # The locks of the standard library are freed in the same way.
     if (free := getattr(lock, "_at_fork_reinit", None)) is not None:
         call_in_forked_child(free)
+
+
+def _keep_objects_of_libraries() -> None:
+    """Let no garbage collection in a child free objects of its parent: one of such a library would abort or hang the child."""
+    if any(library.is_used for library in _libraries):
+        gc.freeze()
+
+
+call_in_forked_child(_keep_objects_of_libraries)

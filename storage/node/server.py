@@ -26,6 +26,7 @@ from ckpt.storage.base.store import check_name
 from ckpt.storage.base.threads import start_or_raise
 from ckpt.storage.member.device import Device
 from ckpt.storage.node import fd_passing_server, message_digests, wire
+from ckpt.storage.node.forked_connections import GRPC
 from ckpt.storage.node.outgoing_object import OutgoingObject
 from ckpt.storage.node.register_verbs import RegisterVerbs, read_only_error
 from ckpt.storage.node.token_check import TokenCheck
@@ -93,6 +94,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
             if options.pass_descriptors
             else None
         )
+        GRPC.note_use()
         super().__init__(
             f"{scheme}://{host}:{port}",
             tls_certificates=[options.certificate] if options.certificate else None,

@@ -75,6 +75,33 @@ assert status_of(collect) == 0
     finish(python(code, url))
 
 
+def test_a_garbage_collection_in_the_child_does_not_free_a_call_of_its_parent(tmp_path: Path) -> None:
+    """The exception of a failed call, for example, refers to its call in a cycle."""
+    code = f"""{_CODE}
+import pathlib
+import pyarrow.flight as flight
+from ckpt.storage.node import wire
+from ckpt.storage.node.client import NodeStore
+from helpers.nodes import LocalNode
+
+gc.disable()
+store = NodeStore(LocalNode(pathlib.Path(sys.argv[1])).address)
+descriptor = flight.FlightDescriptor.for_command(wire.pack(["upload", 1, b""]))
+upload = store.next_connection().do_put(descriptor, wire.SCHEMA, store.call_options())
+cycle = [upload]
+cycle.append(cycle)
+del upload, cycle
+
+def collect():
+    gc.collect()
+    os._exit(0)
+
+assert status_of(collect) == 0
+os._exit(0)
+"""
+    finish(python(code, tmp_path))
+
+
 def test_a_worker_of_a_data_loader_raises_the_error(url: str) -> None:
     pytest.importorskip("torch")
     code = f"""{_CODE}
