@@ -16,6 +16,7 @@ import numpy as np
 from ckpt.errors import DAMAGE_ADVICE
 from ckpt.format import manifest_parquet
 from ckpt.format.digest import is_cryptographic
+from ckpt.format.dtype_text import plain_dtype
 from ckpt.format.json_records import require_known_format
 from ckpt.format.limits import MAX_BLOCK_BYTES
 from ckpt.format.manifest_parquet import RowGroup, read_table, write_table
@@ -111,8 +112,10 @@ class Manifest:
         if self._leaves is None:
             index = self._index()
             first = self._take(index.first_rows(), ("dtype", "global_shape"))
-            columns = (arrow_columns.python_values(first.column(name)) for name in ("dtype", "global_shape"))
-            self._leaves = dict(zip(index.leaf_numbers, map(Saved._make, zip(*columns, strict=True)), strict=True))
+            dtypes, shapes = (arrow_columns.python_values(first.column(name)) for name in ("dtype", "global_shape"))
+            plain = {dtype: plain_dtype(dtype) for dtype in set(dtypes)}
+            saved = (Saved(plain[dtype], shape) for dtype, shape in zip(dtypes, shapes, strict=True))
+            self._leaves = dict(zip(index.leaf_numbers, saved, strict=True))
         return self._leaves
 
     _leaves: dict[str, Saved] | None = None

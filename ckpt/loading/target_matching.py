@@ -15,6 +15,7 @@ from typing import Any
 
 from ckpt.block_io.read_plan import Target
 from ckpt.errors import DAMAGE_ADVICE, FormatError, LeafMismatch, LeafNotFound
+from ckpt.format.dtype_text import plain_dtype
 from ckpt.format.manifest import Saved
 from ckpt.loading.finish_functions import Finish, dataclass_like, fill_scalar, finish_once, tuple_like
 from ckpt.loading.mismatch_errors import first_few, kind_mismatch, naming_leaf, refused_state
@@ -247,7 +248,7 @@ class TargetMatcher:
             return None
         if not (isinstance(node, dict) and ("array" in node or "scalar" in node)):
             raise kind_mismatch(leaf.value, node, path, self._where)
-        saved = self._lookup(node["array"], path) if "array" in node else Saved(node["dtype"], ())
+        saved = self._lookup(node["array"], path) if "array" in node else Saved(plain_dtype(node["dtype"]), ())
         if saved.shape != leaf.shape:
             raise LeafMismatch(
                 f"leaf {path or '(root)'}: {self._where} has shape {list(saved.shape)}, `like` has {list(leaf.shape)}; "

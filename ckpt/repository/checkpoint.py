@@ -16,6 +16,7 @@ from ckpt.block_io.replicated_store import from_nearest
 from ckpt.block_io.step_verification import verify_blocks
 from ckpt.errors import DAMAGE_ADVICE, LeafNotFound, bad_sectors_as_damage, damage_text
 from ckpt.format.digest import is_cryptographic
+from ckpt.format.dtype_text import plain_dtype
 from ckpt.format.json_records import MAX_MANIFEST_BYTES, MAX_TREE_BYTES, CommitRecord, FileRecord, require_known_format
 from ckpt.format.manifest import Manifest, Saved, join_manifests
 from ckpt.format.manifest import decode as decode_manifest
@@ -198,7 +199,7 @@ class Checkpoint:
         found = []
         for name, first, nbytes, stored in self.manifest().totals():
             step = step_of_file(first.pack) if first.pack else None
-            found.append(LeafInfo(name, first.dtype, first.global_shape, nbytes, stored, first.codec, step))
+            found.append(LeafInfo(name, plain_dtype(first.dtype), first.global_shape, nbytes, stored, first.codec, step))
         return found
 
     def __iter__(self) -> Iterator[str]:

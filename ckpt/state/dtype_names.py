@@ -51,7 +51,8 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
         )
     if getattr(ml_dtypes, dtype.name, None) is not None:
         return dtype.name
-    if dtype.isbuiltin == 1 and dtype.isnative and dtype.kind in "biufc":
+    # Not `isbuiltin == 1`, which is false for an equal dtype that was unpickled.
+    if dtype.isbuiltin != 2 and dtype.isnative and dtype.kind in "biufc":
         return dtype.name
     if dtype.names and any(hasattr(ml_dtypes, field[0].base.name) for field in (dtype.fields or {}).values()):
         raise TypeError("a record with fields of ml_dtypes has no name that numpy can read: store each field as an array")
