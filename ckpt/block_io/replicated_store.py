@@ -7,6 +7,7 @@ reader verifies them, and `from_nearest` calls it with the next copy if one is b
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TypeVar
@@ -27,7 +28,7 @@ class ReplicatedStore(Store):
     def __init__(self, stores: Sequence[Store]) -> None:
         self.stores = tuple(stores)
         self.url = self.stores[-1].url
-        self._lock = fork_safe_lock()
+        self._lock = threading.Lock()
         """Guards changes of `_listing_failures`."""
         self._listing_failures: dict[str, StoreError] = {}
         """Why stores could not be listed, by URL, since the last call of `take_listing_failures`."""
