@@ -20,7 +20,7 @@ from ckpt.adapters.accelerate_state import PreparedObjects
 from ckpt.api import load_step
 from ckpt.checkpointer import Checkpointer
 from ckpt.groups import as_group
-from ckpt.loading.rank_agreement import LoadRequest, broadcast_from_rank_0
+from ckpt.loading.rank_agreement import LoadRequest, broadcast_from_rank_0, is_true_on_rank_0
 from ckpt.repository.repository import Url
 from ckpt.repository.retention import Keep
 from ckpt.saving.handle import SaveHandle
@@ -136,10 +136,7 @@ class AttachedAccelerator:
 
     def _is_loaded_by_accelerate(self, name: str, step: int | None) -> bool:
         """Return whether a folder is one that accelerate has saved, as rank 0 sees it: another host may lack the folder."""
-        found = broadcast_from_rank_0(
-            self._group, lambda: str(int(_is_folder_of_accelerate(name) or (step is None and is_folder(name))))
-        )
-        return found == "1"
+        return is_true_on_rank_0(self._group, lambda: _is_folder_of_accelerate(name) or (step is None and is_folder(name)))
 
     def _load_step(self, step: int | None) -> int | None:
         state, start = self._saver.restore(self._prepared.entries(), step=step)

@@ -26,7 +26,7 @@ from ckpt.checkpointer import Checkpointer
 from ckpt.errors import LeafNotFound, StepNotFound
 from ckpt.groups import Group, as_group
 from ckpt.groups.base import SingleProcessGroup
-from ckpt.loading.rank_agreement import LoadRequest, broadcast_from_rank_0
+from ckpt.loading.rank_agreement import LoadRequest, broadcast_from_rank_0, is_true_on_rank_0
 from ckpt.repository.repository import Repository, Url
 from ckpt.repository.retention import Keep
 from ckpt.saving.handle import SaveHandle
@@ -123,7 +123,7 @@ class AttachedEngine:
         if self.last_save is not None:
             self.last_save.require_staged()  # it may still read what the load writes
         # As rank 0 sees it: another host may lack the folder.
-        if broadcast_from_rank_0(self._group(), lambda: str(int(_is_deepspeed_folder(load_dir, tag)))) == "1":
+        if is_true_on_rank_0(self._group(), lambda: _is_deepspeed_folder(load_dir, tag)):
             found: tuple[str | None, dict[str, Any] | None] = self._load_checkpoint(
                 load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
             )

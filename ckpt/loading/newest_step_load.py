@@ -14,6 +14,7 @@ from ckpt.loading.rank_agreement import (
     LoadRequest,
     RemoteStoreError,
     broadcast_from_rank_0,
+    is_true_on_rank_0,
     open_agreed_checkpoint,
     require_same_step,
 )
@@ -90,19 +91,17 @@ def load_newest_on_all_ranks(
 def _is_deleted(repo: Repository, step: int, group: Group) -> bool:
     """Return whether a step that can't be loaded was deleted."""
 
-    def ask() -> str:
+    def ask() -> bool:
         try:
-            return json.dumps(not repo.store.exists(commit_name(step)))
+            return not repo.store.exists(commit_name(step))
         except StoreError:  # the caller then raises the error of the load
-            return json.dumps(False)
+            return False
 
-    return bool(json.loads(broadcast_from_rank_0(group, ask)))
+    return is_true_on_rank_0(group, ask)
 
 
 def _has_committed(repo: Repository, steps: Sequence[int], group: Group) -> bool:
-    return bool(
-        json.loads(broadcast_from_rank_0(group, lambda: json.dumps(any(repo.store.exists(commit_name(n)) for n in steps))))
-    )
+    return is_true_on_rank_0(group, lambda: any(repo.store.exists(commit_name(n)) for n in steps))
 
 
 def _finish_fallback(

@@ -125,6 +125,11 @@ def broadcast_from_rank_0(group: Group, read: Callable[[], str]) -> str:
     return str(text)
 
 
+def is_true_on_rank_0(group: Group, ask: Callable[[], bool]) -> bool:
+    """Return on all ranks what `ask` returns on rank 0; if it raises there, raise as `broadcast_from_rank_0` does."""
+    return bool(json.loads(broadcast_from_rank_0(group, lambda: json.dumps(ask()))))
+
+
 def open_agreed_checkpoint(repo: Repository, step: int, group: Group) -> Checkpoint:
     """Return a checkpoint with the commit record that rank 0 read: another attempt at the step may be committed meanwhile."""
     if group.size == 1:
