@@ -100,12 +100,12 @@ def test_blocks_are_prefetched_only_where_they_do_not_follow_the_block_before(tm
     rows = sorted(ckpt.open(tmp_path).latest().manifest().rows, key=lambda row: row.position)
     read = [row for row in rows if row.leaf in loaded]  # threads write the blocks, in an order that differs
     ends = [row.position + -(-row.stored // ALIGNMENT) * ALIGNMENT for row in read]
-    apart = {row.position for end, row in zip(ends, read[1:], strict=False) if end != row.position}
+    starts_after_gaps = {row.position for end, row in zip(ends, read[1:], strict=False) if row.position != end}
     if only is None:
         assert not prefetched
     else:  # and a block of which the load needs a part
-        assert apart
-        assert apart <= {*prefetched}
+        assert starts_after_gaps
+        assert starts_after_gaps <= {*prefetched}
         assert len(prefetched) < len({at for what, at in events if what == "read"})
     for start in prefetched:
         assert events.index(("prefetch", start)) < events.index(("read", start))
