@@ -52,6 +52,7 @@ def test_a_read_only_member_is_not_down_after_writes(namespace: Namespace, caplo
     assert not namespace.fan_out.health.is_down("n0")
 
 
+@pytest.mark.slow
 def test_a_repair_does_not_count_a_read_only_member_as_down(namespace: Namespace, caplog: pytest.LogCaptureFixture) -> None:
     """The lost fragments go to the other members."""
     files = {f"f{i}": random_bytes(100_000, i) for i in range(12)}

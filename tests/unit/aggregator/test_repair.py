@@ -200,6 +200,7 @@ def test_a_repair_counts_no_object_that_it_could_not_delete(tmp_path: Path, monk
     namespace.close()
 
 
+@pytest.mark.slow
 def test_a_repair_reads_no_fragment_of_a_silent_member_that_others_can_replace(
     processes: list[NodeProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:

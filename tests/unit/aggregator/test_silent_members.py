@@ -90,6 +90,7 @@ def processes(tmp_path: Path) -> Iterator[list[NodeProcess]]:
         yield made
 
 
+@pytest.mark.slow
 def test_a_writer_is_aborted_while_a_node_is_silent(processes: list[NodeProcess], monkeypatch: pytest.MonkeyPatch) -> None:
     """The call to the silent node is still running when `abort` returns. The others have discarded their objects then."""
     namespace = Namespace(nodes_config(processes, redundancy="3x", deadline_seconds=300.0))
@@ -141,6 +142,7 @@ def test_an_abort_does_not_show_that_a_member_answers(processes: list[NodeProces
     namespace.close()
 
 
+@pytest.mark.slow
 def test_a_member_that_becomes_silent_during_a_scrub_is_reported_as_missing(
     processes: list[NodeProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:

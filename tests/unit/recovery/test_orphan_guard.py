@@ -116,6 +116,7 @@ def test_the_guard_ends_later_ranks_although_nobody_reads_its_message(tmp_path: 
             guard.kill()
 
 
+@pytest.mark.slow
 def test_the_guard_ends_no_rank_before_the_first_heartbeat(tmp_path: Path, rank: subprocess.Popen[bytes]) -> None:
     """An agent may take long to join a run. The guard could find its first ranks before it reads their sessions."""
     guard = OrphanGuard(MARK, tmp_path / "pages", lost_seconds=0.1)

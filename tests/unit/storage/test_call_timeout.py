@@ -30,6 +30,7 @@ def test_waits_of_several_threads_at_the_same_time_count_once(monkeypatch: pytes
     assert timer.seconds == 10.0
 
 
+@pytest.mark.slow
 def test_threads_that_wait_for_one_save_give_up_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(STORE_TIMEOUT_VARIABLE, "3")
     handle, ended, began = SaveHandle(1), list[Any](), time.monotonic()

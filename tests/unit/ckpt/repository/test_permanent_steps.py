@@ -133,6 +133,7 @@ def test_retention_after_each_save_and_at_the_end_keep_the_same() -> None:
         assert kept[0] == kept[1], f"seed {seed}"
 
 
+@pytest.mark.slow
 def test_a_step_that_was_the_first_of_its_window_is_never_deleted() -> None:
     """Whatever is saved or rolled back after it: also if it is abandoned, only a save of the same number replaces it."""
     for seed in SEEDS:
@@ -150,6 +151,7 @@ def test_a_step_that_was_the_first_of_its_window_is_never_deleted() -> None:
             assert all(run.exists(run.neighbour_of(step)) for _, step in gone), f"seed {seed}: {gone}"
 
 
+@pytest.mark.slow
 def test_damage_is_survived_by_the_next_step_of_the_window_that_still_exists() -> None:
     for seed in SEEDS:
         run = new_run(seed)

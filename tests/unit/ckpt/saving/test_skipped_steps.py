@@ -81,6 +81,7 @@ def test_last_step_is_saved_by_all_ranks_or_by_none(tier_folders: TierFolders, b
     assert newest.step == (9 if bad_rank is None else 1)
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_the_step_after_one_that_one_rank_leaves_out(tmp_path: Path) -> None:
     """Rank 0 chooses the steps by time, and the first one, which schedules the second, is left out."""
 

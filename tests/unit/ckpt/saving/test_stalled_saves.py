@@ -55,6 +55,7 @@ class Hanging(LocalStore):
 
 @pytest.mark.parametrize("stalled_rank", [0, 1])
 @pytest.mark.parametrize("how", ["save", "Checkpointer", "tiers"])
+@pytest.mark.slow
 def test_other_ranks_get_the_reason_of_a_rank_whose_earlier_save_has_stalled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, stalled_rank: int
 ) -> None:

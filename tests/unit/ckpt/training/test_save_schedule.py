@@ -35,6 +35,7 @@ def test_keep_every_counts_steps_as_the_loop_does(tmp_path):
     assert ckpt.open(tmp_path / "r").steps() == [9, 99, 199, 299, 339, 349]
 
 
+@pytest.mark.slow
 def test_of_steps_that_are_saved_by_time_the_first_of_each_window_is_kept(tmp_path):
     seed = int.from_bytes(os.urandom(4))
     print(f"seed {seed}")
