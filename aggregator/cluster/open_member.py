@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ckpt.aggregator.cluster.config import Member
 from ckpt.storage.base.store import Store
 from ckpt.storage.member.device import Device, MemberInfo
+from ckpt.storage.member.inventory import Inventory, InventoryPart, read_all_parts
 from ckpt.storage.node.client_credentials import NodeCredentials
 from ckpt.storage.registers.base import Registers
 
@@ -48,9 +49,13 @@ class OpenMember:
         """Return the indexes of the damaged ranges. A range is a position, a length in bytes and the checksums of its cells."""
         return self._device.verify(name, ranges)
 
-    def inventory(self) -> dict[str, tuple[int, float]]:
+    def inventory(self) -> Inventory:
         """Return the length of every object in bytes, and the seconds since it was made durable, by name."""
-        return self._device.inventory()
+        return read_all_parts(self.inventory_part)
+
+    def inventory_part(self, after: str) -> InventoryPart:
+        """Return the objects of the folders after `after` that the member can list in a few seconds."""
+        return self._device.inventory_part(after)
 
     def link(self, name: str, to: str) -> None:
         """Give an object a second name, durably. Raises NotFound."""

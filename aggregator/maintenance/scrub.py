@@ -17,6 +17,7 @@ from ckpt.aggregator.file_io.lost_fragments import LostFragments
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.file_io.rebuild import ByteProgress
 from ckpt.aggregator.maintenance.all_records import read_all_records
+from ckpt.aggregator.maintenance.inventories import read_inventories
 from ckpt.aggregator.placement.redundancy import Redundancy
 from ckpt.aggregator.records import file_record
 from ckpt.aggregator.records.file_record import FileLayout, PathRecord, fragment_bytes
@@ -116,8 +117,7 @@ def scrub_namespace(
     """
     require_exists(namespace)
     grace_seconds = GRACE_SECONDS if grace_seconds is None else grace_seconds
-    calls = {name: open_member.inventory for name, open_member in namespace.open_members.items()}
-    ages, missing_members = namespace.fan_out.ask(calls, namespace.commit_timeout_seconds)
+    ages, missing_members = read_inventories(namespace)
     objects: ObjectsByMember = {m: {name: nbytes for name, (nbytes, _) in names.items()} for m, names in ages.items()}
     read = read_all_records(namespace)
     missing_members = {**missing_members, **read.missing_members}
@@ -126,7 +126,7 @@ def scrub_namespace(
     damaged = _damaged_files(laid_out, objects, verified)
     if damaged:
         # An object may also be missing or short in the lists because it was written after they were read: read them again.
-        later, _ = namespace.fan_out.ask(calls, namespace.commit_timeout_seconds)
+        later, _ = read_inventories(namespace)
         for member, names in later.items():
             objects[member] = objects.get(member, {}) | {name: nbytes for name, (nbytes, _) in names.items()}
         damaged = _damaged_files({health.path: health.file for health in damaged}, objects, verified)

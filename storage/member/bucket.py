@@ -30,6 +30,7 @@ from ckpt.storage.member.bucket_format import (
     register_name,
 )
 from ckpt.storage.member.device import OBJECTS, QUARANTINE, MemberInfo, find_damaged_ranges
+from ckpt.storage.member.inventory import PART_SECONDS, Inventory, InventoryPart, read_all_parts, read_part
 from ckpt.storage.registers.base import (
     BODY_BYTES,
     REGISTERS_INCOMPLETE,
@@ -104,11 +105,19 @@ class Bucket:
         """Return the indices of the damaged ranges (position, length, checksums of cells) of an object."""
         return find_damaged_ranges(self.store, name, ranges)
 
-    def inventory(self) -> dict[str, tuple[int, float]]:
+    def inventory(self) -> Inventory:
         """Return length and age of every object: the seconds since it was written, by the clock of the server."""
+        return read_all_parts(self.inventory_part)
+
+    def inventory_part(self, after: str = "", seconds: float = PART_SECONDS) -> InventoryPart:
+        """Return the objects of the folders after `after` that can be listed in about `seconds`."""
         self._root.put("clock", b"")
         now = self._root.modified_at("clock")
-        return {name: (nbytes, now - modified) for name, nbytes, modified in self.store.list_with_times()}
+
+        def read(folder: str) -> Inventory:
+            return {name: (nbytes, now - modified) for name, nbytes, modified in self.store.list_with_times(folder)}
+
+        return read_part(self.store.list_folders(), after, seconds, read)
 
     def link(self, name: str, to: str) -> None:
         """Give an object a second name, by a copy that the server makes; raise NotFound."""

@@ -22,6 +22,7 @@ from ckpt.storage.base.fsync import make_durable_root, sync_folder, sync_nearest
 from ckpt.storage.base.store import Store
 from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.local.durable_writer import LocalWriter, walk_temporaries
+from ckpt.storage.member.inventory import PART_SECONDS, Inventory, InventoryPart, read_all_parts, read_part
 from ckpt.storage.registers.sqlite import SqliteRegisters
 
 OBJECTS = "objects"
@@ -256,11 +257,18 @@ class Device:
         """Give an object a second name, durably; raise NotFound."""
         self.store.link(name, to)
 
-    def inventory(self) -> dict[str, tuple[int, float]]:
+    def inventory(self) -> Inventory:
         """Return length and age of every object: the seconds since it was written or named, by the clock of this host."""
+        return read_all_parts(self.inventory_part)
+
+    def inventory_part(self, after: str = "", seconds: float = PART_SECONDS) -> InventoryPart:
+        """Return the objects of the folders after `after` that can be listed in about `seconds`."""
+        return read_part(self.store.list_folders(), after, seconds, self._inventory_of)
+
+    def _inventory_of(self, folder: str) -> Inventory:
         now = time.time()
         found = {}
-        for entry in self.store.list():
+        for entry in self.store.list(folder):
             path = os.path.join(self.store.root, entry.name)
             with convert_os_errors("looking up", path), suppress(FileNotFoundError):  # deleted since the listing
                 stat = os.stat(path)

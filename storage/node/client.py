@@ -17,11 +17,13 @@ from ckpt.storage.base.errors import CkptError, IntegrityError, Refused, StoreEr
 from ckpt.storage.base.fd_io import DescriptorReader, convert_os_errors
 from ckpt.storage.base.store import Buffer, Entry, Reader, Store, Writer, check_name, require_length
 from ckpt.storage.member.device import MemberInfo
+from ckpt.storage.member.inventory import InventoryPart
 from ckpt.storage.node import message_digests, wire
 from ckpt.storage.node.client_credentials import NodeCredentials, require_encryption
 from ckpt.storage.node.client_registers import CallCancelled, NodeRegisters
 from ckpt.storage.node.fd_passing_client import FdPassingClient
 from ckpt.storage.node.forked_connections import GRPC, connect
+from ckpt.storage.node.inventory_call import inventory_part
 from ckpt.storage.node.upload_renewal import UploadRenewal, UploadWriter
 
 _BATCH_BYTES = 2 << 20
@@ -166,14 +168,13 @@ class NodeStore(Store):
 
         ranges: (position, length, checksums of cells).
         """
-        found: Sequence[int] = self.call(
-            "verify", name, [list(r) for r in ranges], deadline=10 * self._credentials.deadline_seconds
-        )
+        deadline = 10 * self._credentials.deadline_seconds
+        found: Sequence[int] = self.call("verify", name, [list(r) for r in ranges], deadline=deadline)
         return found
 
-    def inventory(self) -> dict[str, tuple[int, float]]:
-        """Return the length of every object in bytes and the seconds since it was made durable, by name."""
-        return {name: (nbytes, age) for part in self.call_parts("inventory") for name, nbytes, age in part}
+    def inventory_part(self, after: str = "") -> InventoryPart:
+        """Return the objects of the folders after `after` that the node can list in a part of the deadline."""
+        return inventory_part(self.call_parts, self.url, after, self._credentials.deadline_seconds / 4)
 
     def link(self, name: str, to: str) -> None:
         """Give an object a second name, and make that durable. Raises NotFound."""

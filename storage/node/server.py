@@ -27,6 +27,7 @@ from ckpt.storage.base.threads import start_or_raise
 from ckpt.storage.member.device import Device
 from ckpt.storage.node import fd_passing_server, message_digests, wire
 from ckpt.storage.node.forked_connections import GRPC
+from ckpt.storage.node.inventory_verbs import InventoryVerbs
 from ckpt.storage.node.outgoing_object import OutgoingObject
 from ckpt.storage.node.register_verbs import RegisterVerbs, read_only_error
 from ckpt.storage.node.token_check import TokenCheck
@@ -87,7 +88,8 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         self._count_lock = threading.Lock()
         """Guards `_outgoing`. Guards changes of `counters`."""
         self.is_draining = False
-        self._handlers = _handlers_of(self) | _handlers_of(RegisterVerbs(device.registers, options.read_only))
+        self._handlers = _handlers_of(self) | _handlers_of(InventoryVerbs(device))
+        self._handlers |= _handlers_of(RegisterVerbs(device.registers, options.read_only))
         device.lock()
         self._fd_server = (
             fd_passing_server.start_fd_passing(self._open_descriptors, options.lease_seconds, options.tokens or tuple)
@@ -312,12 +314,6 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
                 yield part
                 part = []
         yield part
-
-    def _verb_inventory(self) -> Iterator[list[list[object]]]:
-        """Yield all objects in parts, each object with its name, its length in bytes, and its age in seconds."""
-        entries: list[list[object]] = [[name, *found] for name, found in self._device.inventory().items()]
-        for start in range(0, max(1, len(entries)), _LIST_ENTRIES):
-            yield entries[start : start + _LIST_ENTRIES]
 
     def _verb_folders(self, prefix: str) -> list[str]:
         return list(self._device.store.list_folders(prefix))

@@ -151,10 +151,10 @@ class ObjectStore(ConditionalStore):
             when: float = self._store.head(check_name(name))["last_modified"].timestamp()
             return when
 
-    def list_with_times(self) -> Iterator[tuple[str, int, float]]:
-        """Yield name, length and time of writing (seconds since 1970) of every object."""
-        with self._convert_errors("listing", ""):
-            for page in self._store.list(None, chunk_size=1000):
+    def list_with_times(self, folder: str) -> Iterator[tuple[str, int, float]]:
+        """Yield name, length and time of writing (seconds since 1970) of every object in a folder."""
+        with self._convert_errors("listing", folder):
+            for page in self._store.list(check_name(folder), chunk_size=1000):
                 for found in page:
                     if is_name(found["path"]):
                         yield found["path"], found["size"], found["last_modified"].timestamp()

@@ -186,7 +186,7 @@ def test_a_repair_counts_no_object_that_it_could_not_delete(tmp_path: Path, monk
     namespace = Namespace(directories(tmp_path, 3, redundancy="2x"))
     namespace.put("a", random_bytes(100_000, 1))
     for i in range(3):
-        with namespace.open_members[f"disk{i}"].store.create("left-by-a-dead-client") as writer:
+        with namespace.open_members[f"disk{i}"].store.create("aa/left-by-a-dead-client") as writer:
             writer.commit()
 
     def failing(_: object) -> None:
@@ -195,7 +195,7 @@ def test_a_repair_counts_no_object_that_it_could_not_delete(tmp_path: Path, monk
     monkeypatch.setattr(namespace.open_members["disk1"].store, "delete", failing)
     done = repair.repair_namespace(namespace, scrub.scrub_namespace(namespace, grace_seconds=0.0))
     assert done.orphans == 2
-    (left,) = tmp_path.glob("disk*/objects/left-by-a-dead-client")
+    (left,) = tmp_path.glob("disk*/objects/aa/left-by-a-dead-client")
     assert left.is_relative_to(tmp_path / "disk1")
     namespace.close()
 

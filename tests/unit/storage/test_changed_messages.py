@@ -81,13 +81,13 @@ def list_objects(client: NodeStore) -> object:
 
 
 def inventory(client: NodeStore) -> object:
-    return sorted(client.inventory())
+    return sorted(client.inventory_part().objects)
 
 
 @pytest.mark.parametrize("call", [read, scan, list_objects, inventory])
 def test_a_changed_answer_is_no_answer(link: Link, client: NodeStore, call: Callable[[NodeStore], object]) -> None:
     client.registers.accept([("/a", RegisterValue(GOOD, GOOD))], BALLOT)
-    client.put(GOOD.decode(), b"1")
+    client.put(f"folder/{GOOD.decode()}", b"1")
     answer = call(client)
 
     link.changed_answers = GOOD, BAD
