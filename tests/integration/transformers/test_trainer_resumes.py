@@ -167,12 +167,12 @@ def test_a_best_model_among_more_evaluations_than_saves(tmp_path: Path) -> None:
 
 def test_a_best_model_that_is_gone_is_named(tmp_path: Path) -> None:
     arguments = BEST | {"greater_is_better": True, "max_steps": 8}
-    run(tmp_path, "killed", kill_at=5, evaluate=True, best_at=2, args=arguments)
+    run(tmp_path, "killed", kill_at=7, evaluate=True, best_at=2, args=arguments)  # step 6 is saved, so step 2 is deleted
     shutil.rmtree(tmp_path / "out/ckpt-best")
     assert "the best model, of step 2, is in neither" in finish(
         tmp_path, "again", resume=True, evaluate=True, best_at=2, args=arguments
     )
-    assert lines(tmp_path, "again", 0, "end.jsonl")[0][2] == 6
+    assert lines(tmp_path, "again", 0, "end.jsonl")[0][2] == 8
 
 
 def test_the_best_model_before_the_newest_one_is_kept(tmp_path: Path) -> None:
