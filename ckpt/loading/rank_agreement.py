@@ -49,8 +49,9 @@ class LoadRequest:
 def run_on_all_ranks(group: Group, work: Callable[[], T]) -> T:
     """Run `work` on every rank and return its result. If it fails on one rank, it raises on all.
 
-    If all failures are damage, every rank raises IntegrityError, so that all fall back together. Otherwise a failed rank raises
-    its own error, and the others raise GroupError.
+    If all failures are damage, every rank raises IntegrityError, so that all fall back together. Otherwise the gravest kind
+    counts, which is the same on all ranks: failures of a store are graver than damage, and all others are graver than these. A
+    rank with a failure of this kind raises its own error, and the others raise GroupError.
     """
     if group.size == 1:
         return work()
@@ -66,16 +67,25 @@ def run_on_all_ranks(group: Group, work: Callable[[], T]) -> T:
         if error is not None:
             raise error from None
         raise
-    damage = next((a for a in answers if a is not None and _is_integrity_error(a[0])), None)
-    other = next(((rank, a) for rank, a in enumerate(answers) if a is not None and not _is_integrity_error(a[0])), None)
-    if other is not None and (error is None or isinstance(error, IntegrityError)):
-        rank, (kind, message) = other
-        raise _remote_error(rank, group, kind, message) from error
-    if error is not None:
+    failures = [(_gravity(answer[0]), rank, *answer) for rank, answer in enumerate(answers) if answer is not None]
+    if not failures:
+        return result
+    gravest, rank, kind, message = max(failures, key=lambda failure: failure[0])  # of the first rank with that kind
+    if error is not None and _gravity(errors.shared_class_name(error)) == gravest:
         raise error
-    if damage is not None:
-        raise getattr(errors, damage[0])(damage[1])
-    return result
+    if gravest == _DAMAGE:
+        raise getattr(errors, kind)(message)
+    raise _remote_error(rank, group, kind, message) from error
+
+
+_DAMAGE, _OF_STORE, _OTHER = range(3)
+"""How grave the failure of a rank is. After damage, all ranks try an older step. After a failure of the store, they first look
+together whether the step was deleted. After any other failure, none of them calls another rank."""
+
+
+def _gravity(kind: str) -> int:
+    """Return the gravity of a failure from the name of its class."""
+    return _DAMAGE if _is_integrity_error(kind) else _OF_STORE if _is_store_error(kind) else _OTHER
 
 
 def _is_integrity_error(kind: str) -> bool:
@@ -88,9 +98,13 @@ class RemoteStoreError(GroupError):
     """The store failed on another rank."""
 
 
+def _is_store_error(kind: str) -> bool:
+    found = getattr(errors, kind, None)
+    return isinstance(found, type) and issubclass(found, StoreError)
+
+
 def _remote_error(rank: int, group: Group, kind: str, message: str) -> GroupError:
-    of_store = isinstance(found := getattr(errors, kind, None), type) and issubclass(found, StoreError)
-    made = RemoteStoreError if of_store else GroupError
+    made = RemoteStoreError if _is_store_error(kind) else GroupError
     return made(_remote_error_text(rank, group, kind, message))
 
 
