@@ -23,7 +23,7 @@ def as_group(group: object = "auto") -> Group:
     """Return the group of a `group=` option, without communication.
 
     group: "auto" (see `detect`), None for this process alone, a Group, an mpi4py communicator, a torch process group or
-        a torch device mesh of one dimension. The same object always gives the same Group.
+        a torch device mesh of one dimension. The same object always gives the same Group, and so do equal dimensions of a mesh.
 
     Raises InvalidArgument for any other object.
     """
@@ -33,10 +33,21 @@ def as_group(group: object = "auto") -> Group:
         return SingleProcessGroup()
     if isinstance(group, Group):
         return group
+    group = _process_group_of_mesh(group)
     known = _group_cache.get(id(group))
     if known is None or known[0]() is not group:
         known = _group_cache[id(group)] = (_weak_reference(group), _wrap(group))
     return known[1]
+
+
+def _process_group_of_mesh(group: object) -> object:
+    """Return the process group of a torch device mesh, and any other object as it is. Each `mesh["dp"]` is a new object."""
+    mesh = sys.modules.get("torch.distributed.device_mesh")
+    if not hasattr(mesh, "DeviceMesh") or not isinstance(group, mesh.DeviceMesh):
+        return group
+    if group.ndim != 1:
+        raise InvalidArgument(f"a mesh of {group.ndim} dimensions is not a group; give one dimension, as in mesh['dp']")
+    return group.get_group()
 
 
 def _weak_reference(group: object) -> Callable[[], object]:
@@ -59,7 +70,7 @@ def detect() -> Group:
         from ckpt.groups import jax
 
         if jax.process_count() > 1:
-            return jax.JaxGroup()
+            return jax.current_group()
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.Get_size() > 1:
         return as_group(mpi.COMM_WORLD)
@@ -86,11 +97,6 @@ def _wrap(group: object) -> Group:
     if dist is not None and dist.is_available():
         from ckpt.groups.torch import TorchGroup
 
-        mesh = sys.modules.get("torch.distributed.device_mesh")
-        if mesh is not None and isinstance(group, mesh.DeviceMesh):
-            if group.ndim != 1:
-                raise InvalidArgument(f"a mesh of {group.ndim} dimensions is not a group; give one dimension, as in mesh['dp']")
-            return TorchGroup(group.get_group())
         if isinstance(group, dist.ProcessGroup):
             return TorchGroup(group)
         if group is dist.GroupMember.NON_GROUP_MEMBER:

@@ -16,6 +16,7 @@ import numpy as np
 from ckpt.errors import GroupError
 from ckpt.groups.base import GROUP_TIMEOUT_SECONDS, Group, timeout_error
 from ckpt.storage.base.errors import first_line
+from ckpt.storage.base.forks import fork_safe_lock
 
 _gather_numbers = itertools.count()  # shared by all JaxGroup objects of the process, so that no key is used twice
 
@@ -89,6 +90,26 @@ class JaxGroup(Group):
         mine[: len(data)] = np.frombuffer(data, np.uint8)
         rows = process_allgather(mine).reshape(self.size, -1)
         return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+
+_groups: dict[int, JaxGroup] = {}
+"""The group of the current client of jax.distributed, by the id of that client, which the group keeps alive."""
+
+_groups_lock = fork_safe_lock()
+"""Guards changes of `_groups`."""
+
+
+def current_group() -> JaxGroup:
+    """Return the group of all processes: the same object until jax.distributed is initialised again.
+
+    A writer session belongs to one group object, so with another object each save would begin a session of its own.
+    """
+    client = id(getattr(_distributed_state(), "client", None))
+    with _groups_lock:
+        if client not in _groups:
+            _groups.clear()
+            _groups[client] = JaxGroup()
+        return _groups[client]
 
 
 def process_count() -> int:

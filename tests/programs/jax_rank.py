@@ -15,6 +15,7 @@ import numpy as np  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 import ckpt  # noqa: E402
+from ckpt.groups import jax as jax_group  # noqa: E402
 
 WHOLE = np.arange(48 * 80, dtype=np.float32).reshape(48, 80)
 LAYOUTS = [("rows",), ("rows", "columns"), (None, "columns"), (("columns", "rows"),), ()]
@@ -31,6 +32,22 @@ def arrays(mesh: Mesh, layouts: list[tuple[object, ...]], fill: bool) -> dict[st
     return made
 
 
+def save_several() -> None:
+    """Save two steps, assert that the processes exchange no message for the second, and then let a save fail unseen."""
+    ckpt.save({"step": 0}, URL, 0)
+    first = next(jax_group._gather_numbers)
+    ckpt.save({"step": 1}, URL, 1)
+    assert next(jax_group._gather_numbers) == first + 1, "the processes have met again"
+    failed = ckpt.save({"a": np.zeros(9 + RANK)}, URL, 2, blocking=False)  # one array of two shapes
+    assert failed.wait(300)
+    try:
+        ckpt.save({"step": 3}, URL, 3)
+    except ckpt.SaveFailed as error:
+        assert "saving step 2" in str(error)
+    else:
+        raise AssertionError("the next save must raise the error of a save that nobody has seen")
+
+
 def main() -> None:
     if SIZE > 1:
         jax.distributed.initialize(f"localhost:{PORT}", SIZE, RANK)
@@ -39,6 +56,8 @@ def main() -> None:
     if WHAT == "save":
         state = {"arrays": arrays(mesh, LAYOUTS, True), "step": 7, "key": jax.random.key(3) if SIZE == 1 else None}
         ckpt.save(state, URL, 7)
+    elif WHAT == "save several":
+        save_several()
     else:
         like = {"arrays": arrays(mesh, LAYOUTS[::-1], False), "step": 0}
         loaded = ckpt.load(URL, like, share_reads=WHAT == "share")

@@ -196,6 +196,7 @@ def in_jax(folder: Path, port: str) -> list[Group]:
     assert isinstance(detect(), SingleProcessGroup)  # imported, not initialised
     jax.distributed.initialize(f"127.0.0.1:{port}", size, rank)
     group = detect()
+    assert group is detect()
     assert not jax._src.xla_bridge.backends_are_initialized(), "the detection of a group must start no backend"
     check(group)
     from ckpt.groups import jax as jax_group

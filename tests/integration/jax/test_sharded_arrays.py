@@ -56,6 +56,11 @@ def test_each_shard_of_eight_devices_is_written_once(tmp_path: Path) -> None:
     run("load", tmp_path, 1, 8, 2)
 
 
+def test_processes_meet_for_their_first_save_only_and_a_later_save_raises_an_earlier_failure(tmp_path: Path) -> None:
+    run("save several", tmp_path, 2, 1, 1)
+    assert ckpt.open(tmp_path).steps() == [0, 1, 3]
+
+
 def test_a_step_of_two_processes_loads_into_other_layouts(tmp_path: Path) -> None:
     run("save", tmp_path, 2, 4, 4)
     assert ckpt.open(tmp_path)[7].commit.world_size == 2

@@ -112,6 +112,18 @@ def test_a_torch_group_takes_precedence_over_the_environment(tmp_path: Path, mon
         dist.destroy_process_group()
 
 
+def test_a_dimension_of_a_torch_device_mesh_always_gives_the_same_group(tmp_path: Path) -> None:
+    dist = pytest.importorskip("torch.distributed")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+        group = as_group(mesh["dp"])  # a new mesh object at each access
+        assert as_group(mesh["dp"]) is group
+        assert as_group(mesh["dp"].get_group()) is group
+    finally:
+        dist.destroy_process_group()
+
+
 def test_an_environment_group_needs_its_variables() -> None:
     with pytest.raises(GroupError, match="set RANK and WORLD_SIZE"):
         EnvGroup()
