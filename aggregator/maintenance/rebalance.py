@@ -112,6 +112,8 @@ def rebalance_fragments(
 ) -> RepairReport:
     """Move fragments to the members that placement proposes now, such as new members and members that were down.
 
+    The proposal is that of a writer without a host of its own (`near`), so it is the same on every host that calls this.
+
     New members join the record ring, whose replica sets grow if the redundancy of the namespace tolerates more losses than
     before. progress: called with the number of bytes just written, from many threads. on_planned_bytes: called with the number
     of bytes to be written, before they are.
@@ -127,7 +129,7 @@ def rebalance_fragments(
         stripe = layout.stripes[index]
         current_members = {layout.objects[f.object_index].member for f in stripe.fragments if f is not None}
         key = f"{version}/{index}"
-        return current_members - set(choose_members(key, namespace.locations, len(stripe.fragments), namespace.host_domain))
+        return current_members - set(choose_members(key, namespace.locations, len(stripe.fragments)))
 
     return _move_fragments(namespace, members_to_leave, set(), progress, on_planned_bytes)
 

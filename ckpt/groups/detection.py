@@ -43,7 +43,7 @@ def as_group(group: object = "auto") -> Group:
 def _process_group_of_mesh(group: object) -> object:
     """Return the process group of a torch device mesh, and any other object as it is. Each `mesh["dp"]` is a new object."""
     mesh = sys.modules.get("torch.distributed.device_mesh")
-    if not hasattr(mesh, "DeviceMesh") or not isinstance(group, mesh.DeviceMesh):
+    if mesh is None or not hasattr(mesh, "DeviceMesh") or not isinstance(group, mesh.DeviceMesh):
         return group
     if group.ndim != 1:
         raise InvalidArgument(f"a mesh of {group.ndim} dimensions is not a group; give one dimension, as in mesh['dp']")

@@ -71,3 +71,25 @@ def test_rebalancing_moves_only_the_parts_of_new_members(tmp_path: Path) -> None
     assert not rebalance.rebalance_fragments(grown).files
     require_whole(grown, verify=True)
     grown.close()
+
+
+def test_a_second_rebalancing_moves_nothing_whichever_host_it_runs_on(tmp_path: Path) -> None:
+    """The first copy of a file is written near its writer; where the copies move does not depend on who moves them."""
+
+    def opened(host: int) -> Namespace:
+        members = [{"url": str(tmp_path / f"disk{i}"), "name": f"disk{i}", "domain": f"host{i}"} for i in range(4)]
+        return Namespace(config_from_table("test", {"members": members, "redundancy": "2x", "near": f"host{host}"}, "the test"))
+
+    for i in range(20):
+        with closing(opened(i % 4)) as namespace:
+            namespace.put(f"f{i}", random_bytes(40_000, i))
+    with closing(opened(0)) as namespace:
+        assert rebalance.rebalance_fragments(namespace).files
+    for host in range(4):
+        with closing(opened(host)) as namespace:
+            done = rebalance.rebalance_fragments(namespace)
+            assert (done.files, dict(done.failed)) == (0, {})
+    with closing(opened(0)) as namespace:
+        require_whole(namespace, verify=True)
+        for i in range(20):
+            assert namespace.get(f"f{i}") == random_bytes(40_000, i)
