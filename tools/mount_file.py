@@ -172,15 +172,15 @@ class MountFile:
         self._reset(writer.publish())
 
     def _store_window(self, number: int) -> None:
-        """Write the bytes of a window to the members. Needs `_lock`."""
-        window = self._windows.pop(number)
-        if not window.filled:
-            return
-        begin = max(window.filled[0][0], self._fixed_bytes - number * _WINDOW_BYTES)
-        end = window.filled[-1][1]
-        self._ensure_writer().write_at(number * _WINDOW_BYTES + begin, memoryview(window.data)[begin:end])
-        if window.filled == [(0, _WINDOW_BYTES)]:
-            self._stored.add(number)
+        """Write the bytes of a window to the members. If that fails, the window keeps them. Needs `_lock`."""
+        window = self._windows[number]
+        if window.filled:
+            begin = max(window.filled[0][0], self._fixed_bytes - number * _WINDOW_BYTES)
+            end = window.filled[-1][1]
+            self._ensure_writer().write_at(number * _WINDOW_BYTES + begin, memoryview(window.data)[begin:end])
+            if window.filled == [(0, _WINDOW_BYTES)]:
+                self._stored.add(number)
+        del self._windows[number]
 
     def _ensure_writer(self) -> FileWriter:
         """Return the writer, which is created when it is first needed. Needs `_lock`."""

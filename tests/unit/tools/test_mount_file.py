@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from helpers.nodes import directories
+from helpers.nodes import directories, node_processes, nodes_config
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance.scrub import scrub_namespace
@@ -197,6 +198,27 @@ def test_a_failed_write_is_reported_again_at_the_close(tree: MountOperations, na
         (tmp_path / f"gone{i}").rename(tmp_path / f"disk{i}")
     with pytest.raises(OSError, match="an earlier write failed"):
         close(tree, "/a", handle)
+
+
+def test_a_write_that_is_repeated_after_an_error_loses_no_earlier_bytes(tmp_path: Path) -> None:
+    """The kernel splits a write. If one part fails, the program gets a short count, and writes the rest again."""
+    window, piece = 8 * _MIB, 128 << 10
+    data = random_bytes(2 * window)
+    with node_processes(tmp_path, 3) as nodes, closing(Namespace(nodes_config(nodes, redundancy="2x"))) as namespace:
+        tree = MountOperations(namespace, "")
+        close(tree, "/a", written(tree, "/a", data[:window]))
+        handle = tree.open("/a", os.O_WRONLY)
+        for position in range(window, 2 * window - piece, piece):
+            tree.write("/a", data[position : position + piece], position, handle)
+        for node in nodes[:2]:
+            node.kill()
+        with pytest.raises(Unavailable):
+            tree.write("/a", data[-piece:], 2 * window - piece, handle)
+        for node in nodes[:2]:
+            node.start()
+        tree.write("/a", data[-piece:], 2 * window - piece, handle)
+        close(tree, "/a", handle)
+        assert namespace.get("a") == data
 
 
 def test_folders_are_created_renamed_and_removed(tree: MountOperations, namespace: Namespace) -> None:
