@@ -73,12 +73,16 @@ def link_new(temporary: str, path: str) -> None:
         if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
             raise
         # Without hard links (FAT, some FUSE mounts), create the name exclusively, and then replace that file by rename.
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        created = os.fstat(fd)
+        os.close(fd)
         try:
             os.replace(temporary, path)
         except BaseException:
             with suppress(OSError):
-                os.unlink(path)
+                found = os.stat(path)
+                if os.path.samestat(found, created) and not found.st_size:  # it may be the file of a successor by now
+                    os.unlink(path)
             raise
 
 

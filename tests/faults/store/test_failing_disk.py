@@ -19,7 +19,7 @@ from helpers.local_stores import files_below
 from helpers.local_stores import store as store
 from helpers.small_disks import small_disk as small_disk
 
-from ckpt.storage.base.errors import AlreadyExists, NotFound, Refused, StoreError, is_bad_sector, is_damage
+from ckpt.storage.base.errors import AlreadyExists, Changed, NotFound, Refused, StoreError, is_bad_sector, is_damage
 from ckpt.storage.base.fd_io import convert_os_errors
 from ckpt.storage.base.store import Buffer
 from ckpt.storage.local.directory import LocalStore
@@ -289,6 +289,31 @@ def test_put_new_works_without_hard_links(store: LocalStore, monkeypatch: pytest
     with pytest.raises(AlreadyExists):
         store.put_new("a/b", b"second")
     assert store.get("a/b") == b"first"
+    assert files_below(store) == {"a/kept", "a/b"}
+
+
+def test_a_stopped_writer_without_hard_links_deletes_nothing_of_its_successor(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stopped between the exclusive create and the rename, while a successor sweeps and publishes the same name."""
+
+    def no_link(source: str, target: str) -> None:
+        raise OSError(errno.EPERM, "no hard links")
+
+    def replace_later(source: str, target: str) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        successor = LocalStore(store.root)
+        successor.sweep_temporaries("a")
+        successor.revoke("a/b")
+        successor.publish("a/b", b"new", lambda: None, successor.get_versioned("a/b", 100)[1])
+        replace(source, target)
+
+    replace = os.replace
+    monkeypatch.setattr(os, "link", no_link)
+    monkeypatch.setattr(os, "replace", replace_later)
+    with pytest.raises(Changed):
+        store.publish("a/b", b"old", lambda: None)
+    assert store.get("a/b") == b"new"
     assert files_below(store) == {"a/kept", "a/b"}
 
 
