@@ -8,6 +8,7 @@ import threading
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.file_io.writer import FileWriter
 from ckpt.aggregator.records.file_record import INLINE_FILE_BYTES, PathRecord, has_same_content
+from ckpt.tools.mount_reader import MountReader
 
 _WINDOW_BYTES = 8 << 20
 _MAX_WINDOWS = 32
@@ -35,6 +36,13 @@ class _WriteWindow:
         """Discard the bytes from `end` on."""
         self.data[end:] = bytes(_WINDOW_BYTES - end)
         self.filled = [(b, min(e, end)) for b, e in self.filled if b < end]
+
+    def copy_into(self, out: bytearray, position: int) -> None:
+        """Copy the written bytes to `out`, whose first byte has this position in the window."""
+        for b, e in self.filled:
+            begin, end = max(b, position), min(e, position + len(out))
+            if begin < end:
+                out[begin - position : end - position] = self.data[begin:end]
 
 
 class MountFile:
@@ -87,6 +95,45 @@ class MountFile:
                 done += len(part)
             self.length = max(self.length, offset + len(data))
         return len(data)
+
+    def read(self, offset: int, size: int, reader: MountReader) -> bytes:
+        """Return bytes of the file as this mount has written it, whether they are visible yet or not.
+
+        Bytes that were sent to the members become visible first. reader: reads the visible bytes. If another client has changed
+        the file, only those are returned.
+
+        Raises OSError EBUSY where bytes before them were not written, because they could not be written any more.
+        """
+        numbers = range(offset // _WINDOW_BYTES, -(-(offset + size) // _WINDOW_BYTES))
+        with self._lock:
+            if not self._stored.isdisjoint(numbers):
+                self._require_readable()
+                self._publish()
+            if self._base is not None and not has_same_content(reader.file, self._base):
+                reader.refresh()
+            if self._is_dirty and (self._base is None or has_same_content(reader.file, self._base)):
+                return self._read_unpublished(offset, size, reader)
+        return reader.read(offset, size)
+
+    def _require_readable(self) -> None:
+        """Raise OSError if the bytes that were sent to the members can't become visible now. Needs `_lock`."""
+        if self._is_removed:
+            raise OSError(errno.EIO, f"{self.path}: what was written to a removed file can't be read")
+        for number, window in self._windows.items():
+            first = max(0, self._fixed_bytes - number * _WINDOW_BYTES)
+            if len(window.filled) > 1 or any(b > first for b, _ in window.filled):
+                raise OSError(errno.EBUSY, f"{self.path}: the file is being written, and bytes before its end are missing")
+
+    def _read_unpublished(self, offset: int, size: int, reader: MountReader) -> bytes:
+        """Return bytes of which some are only in windows. Needs `_lock`."""
+        if self._has_failed:
+            raise OSError(errno.EIO, f"{self.path}: an earlier write failed; write the file again")
+        data = bytearray(max(0, min(size, self.length - offset)))
+        visible = reader.read(offset, max(0, min(len(data), self._fixed_bytes - offset)))
+        data[: len(visible)] = visible
+        for number, window in self._windows.items():
+            window.copy_into(data, offset - number * _WINDOW_BYTES)
+        return bytes(data)
 
     def truncate(self, length: int, replace: bool = False) -> None:
         """Set the length of the file, as ftruncate does. It may become empty, longer, or shorter if the end is not visible yet.

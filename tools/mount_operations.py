@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.aggregator.file_io.namespace import Namespace
-from ckpt.aggregator.file_io.reader import FileReader
 from ckpt.aggregator.interfaces.folders import move_folder, remove_folder
 from ckpt.aggregator.records.file_record import RecordHead
 from ckpt.storage.base.errors import CkptError, error_number
 from ckpt.tools.mount_file import MountFile
+from ckpt.tools.mount_reader import MountReader
 
 _HIDDEN_PREFIX = ".fuse_hidden"
 """The prefix of the name that libfuse gives an open file when it is removed or replaced, until it is closed."""
@@ -44,7 +44,7 @@ class MountOperations:
         self._namespace = namespace
         self._root = root
         self._ownership = ownership or Ownership()
-        self._handles: dict[int, FileReader | MountFile] = {}
+        self._handles: dict[int, MountReader | MountFile] = {}
         self._files_in_writing: dict[str, MountFile] = {}
         self._next_handle = 1
         self._lock = threading.Lock()
@@ -124,7 +124,7 @@ class MountOperations:
     def open(self, path: str, flags: int) -> int:
         full = self._full_path(path)
         if flags & os.O_ACCMODE == os.O_RDONLY:
-            return self._add_handle(self._namespace.open(full))
+            return self._add_handle(MountReader(self._namespace, full))
         with self._lock:
             writing = self._files_in_writing.get(full)
         if writing is None:
@@ -157,10 +157,10 @@ class MountOperations:
 
     def read(self, path: str, size: int, offset: int, handle: int) -> bytes:
         reader = self._handles[handle]
-        if not isinstance(reader, FileReader):
+        if not isinstance(reader, MountReader):
             raise OSError(errno.EBADF, path)
-        data = bytearray(size)
-        return bytes(data[: reader.read_into(offset, memoryview(data))])
+        writing = self._files_in_writing.get(reader.path)
+        return reader.read(offset, size) if writing is None else writing.read(offset, size, reader)
 
     def write(self, path: str, data: bytes, offset: int, handle: int) -> int:
         writing = self._handles[handle]
@@ -187,9 +187,11 @@ class MountOperations:
                     return
                 if self._files_in_writing.get(file.path) is file:
                     del self._files_in_writing[file.path]
-        if isinstance(file, FileReader):
+        if isinstance(file, MountReader):
             file.close()
         elif file is not None:
+            for reader in self._readers(file.path):
+                reader.is_outdated = True
             file.discard()
 
     # --- names -------------------------------------------------------------------------------------------------
@@ -228,10 +230,16 @@ class MountOperations:
             writing.rename(new)
         if old == new:
             return
+        for reader in self._readers(old):
+            reader.path = new
         self._discard_writes(new)
         with self._lock:
             if writing is not None and writing.handles:
                 self._files_in_writing[new] = self._files_in_writing.pop(old)
+
+    def _readers(self, path: str) -> list[MountReader]:
+        """Return the open files of a path that are read."""
+        return [each for each in list(self._handles.values()) if isinstance(each, MountReader) and each.path == path]
 
     def _discard_writes(self, path: str) -> None:
         """Discard what is written to a deleted or replaced file through open handles."""
@@ -251,7 +259,7 @@ class MountOperations:
         self.getattr(path)
         return 0
 
-    def _add_handle(self, file: FileReader | MountFile) -> int:
+    def _add_handle(self, file: MountReader | MountFile) -> int:
         with self._lock:
             handle, self._next_handle = self._next_handle, self._next_handle + 1
             self._handles[handle] = file

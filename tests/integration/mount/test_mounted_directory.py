@@ -152,6 +152,24 @@ def test_a_file_is_renamed_or_deleted_while_it_is_written(mount: Path) -> None:
     assert (mount / "full" / "x").read_bytes() == b"x"
 
 
+@pytest.mark.parametrize("size", [100, 5000, 9_000_000])
+def test_a_file_that_is_read_while_it_grows_keeps_every_byte(mount: Path, size: int) -> None:
+    """The kernel takes a short read for the end of the file, and the next append begins there."""
+    (mount / "log").write_bytes(b"1" * size)
+    reader = os.open(mount / "log", os.O_RDONLY)
+    writer = os.open(mount / "log", os.O_WRONLY | os.O_APPEND)
+    os.write(writer, b"2" * size)
+    assert os.pread(reader, 2 * size, 0) == b"1" * size + b"2" * size
+    os.write(writer, b"3" * size)
+    os.close(writer)
+    assert os.pread(reader, size, 2 * size) == b"3" * size
+    with (mount / "log").open("ab", buffering=0) as file:
+        file.write(b"4" * size)
+    assert os.pread(reader, size, 3 * size) == b"4" * size
+    os.close(reader)
+    assert (mount / "log").read_bytes() == b"".join(line * size for line in (b"1", b"2", b"3", b"4"))
+
+
 def test_synced_bytes_survive_a_killed_mount(mounted: Mounted) -> None:
     files = {n: os.open(mounted.folder / str(n), os.O_CREAT | os.O_WRONLY) for n in (10, 100_000, 9_000_000)}
     for n, file in files.items():

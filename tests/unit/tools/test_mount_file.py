@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -219,6 +220,39 @@ def test_a_write_that_is_repeated_after_an_error_loses_no_earlier_bytes(tmp_path
         tree.write("/a", data[-piece:], 2 * window - piece, handle)
         close(tree, "/a", handle)
         assert namespace.get("a") == data
+
+
+def test_a_reader_of_a_file_that_is_written_out_of_order_sees_its_bytes_or_an_error(
+    tree: MountOperations, namespace: Namespace
+) -> None:
+    data = random_bytes(18 * _MIB)
+    handle = written(tree, "/a", data[: 9 * _MIB])
+    reader = tree.open("/a", os.O_RDONLY)
+    tree.write("/a", data[10 * _MIB : 11 * _MIB], 10 * _MIB, handle)
+    expected = data[8 * _MIB : 9 * _MIB] + bytes(_MIB) + data[10 * _MIB : 11 * _MIB]
+    assert tree.read("/a", 8 * _MIB, 8 * _MIB, reader) == expected
+    with pytest.raises(OSError, match="bytes before its end are missing") as busy:
+        tree.read("/a", _MIB, 0, reader)
+    assert busy.value.errno == errno.EBUSY
+    tree.write("/a", data[9 * _MIB : 10 * _MIB], 9 * _MIB, handle)
+    assert tree.read("/a", 20 * _MIB, 0, reader) == data[: 11 * _MIB]
+    tree.write("/a", data[11 * _MIB :], 11 * _MIB, handle)
+    tree.rename("/a", "/.fuse_hidden01")
+    assert tree.read("/.fuse_hidden01", _MIB, 17 * _MIB, reader) == data[17 * _MIB :]
+    close(tree, "/.fuse_hidden01", handle)
+    tree.release("/.fuse_hidden01", reader)
+
+
+def test_a_reader_sees_what_another_client_wrote_beside_an_idle_writer(tree: MountOperations, namespace: Namespace) -> None:
+    close(tree, "/a", written(tree, "/a", b"1"))
+    handle = tree.open("/a", os.O_WRONLY)
+    namespace.put("a", b"22")
+    reader = tree.open("/a", os.O_RDONLY)
+    assert tree.read("/a", 100, 0, reader) == b"22"
+    tree.write("/a", b"3", 1, handle)  # refused at the close
+    assert tree.read("/a", 100, 0, reader) == b"22"
+    with pytest.raises(Changed):
+        close(tree, "/a", handle)
 
 
 def test_folders_are_created_renamed_and_removed(tree: MountOperations, namespace: Namespace) -> None:
