@@ -22,6 +22,10 @@ from ckpt.tools.mount_reader import MountReader
 _HIDDEN_PREFIX = ".fuse_hidden"
 """The prefix of the name that libfuse gives an open file when it is removed or replaced, until it is closed."""
 
+_FOLDER_SECONDS = 1.0
+"""How long a folder is not looked up again, although another client may remove it. The kernel looks up every folder of a path."""
+_MAX_FOLDERS = 10_000
+
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
@@ -46,6 +50,7 @@ class MountOperations:
         self._ownership = ownership or Ownership()
         self._handles: dict[int, MountReader | MountFile] = {}
         self._files_in_writing: dict[str, MountFile] = {}
+        self._folders: dict[str, tuple[float, dict[str, float]]] = {}  # by path: until when they are valid, and the attributes
         self._next_handle = 1
         self._lock = threading.Lock()
         """Guards `_next_handle`. Guards changes of `_handles` and `_files_in_writing`."""
@@ -86,13 +91,23 @@ class MountOperations:
         writing = self._files_in_writing.get(full)
         if writing is not None:
             return self._stat_attributes("file", writing.length, time.time(), time.time())
-        if path != "/":
-            file = self._namespace.stat(full)
-            if file is not None:
-                return self._file_attributes(file.head)
-        if path != "/" and not self._namespace.list(full):
+        reader = None if handle is None else self._handles.get(handle)
+        if isinstance(reader, MountReader) and not reader.is_outdated:  # the length of the bytes that it reads
+            return self._file_attributes(reader.file.head)
+        until, attributes = self._folders.get(full, (0.0, {}))
+        if time.monotonic() < until:
+            return attributes
+        file = self._namespace.stat(full) if path != "/" else None
+        if file is not None and file.head.kind == "file":
+            return self._file_attributes(file.head)
+        if file is None and path != "/" and not self._namespace.list(full):
             raise OSError(errno.ENOENT, path)
-        return self._stat_attributes("folder", 0, self._mounted_at, self._mounted_at)
+        mounted_at = self._mounted_at
+        found = self._stat_attributes("folder", 0, mounted_at, mounted_at) if file is None else self._file_attributes(file.head)
+        if len(self._folders) >= _MAX_FOLDERS:
+            self._folders.clear()
+        self._folders[full] = time.monotonic() + _FOLDER_SECONDS, found
+        return found
 
     def _file_attributes(self, head: RecordHead) -> dict[str, float]:
         return self._stat_attributes(head.kind, head.nbytes, head.created, head.modified)
@@ -198,7 +213,10 @@ class MountOperations:
 
     def unlink(self, path: str) -> None:
         full = self._full_path(path)
-        existed = self._namespace.delete([full])
+        try:
+            existed = self._namespace.delete([full])
+        finally:
+            self._folders.clear()  # a folder without a record disappears with its last file
         self._discard_writes(full)
         if not existed:
             raise OSError(errno.ENOENT, path)
@@ -208,15 +226,21 @@ class MountOperations:
 
     def rmdir(self, path: str) -> None:
         with suppress(FileNotFoundError):  # a folder without a record disappears with its last file
-            remove_folder(self._namespace, self._full_path(path))
+            try:
+                remove_folder(self._namespace, self._full_path(path))
+            finally:
+                self._folders.clear()
 
     def rename(self, old: str, new: str) -> None:
         first, second = self._full_path(old), self._full_path(new)
         file = self._namespace.stat(first)
-        if file is not None and file.head.kind == "file":
-            self._rename_file(first, second)
-        else:
-            move_folder(self._namespace, first, second, self._rename_file)
+        try:
+            if file is not None and file.head.kind == "file":
+                self._rename_file(first, second)
+            else:
+                move_folder(self._namespace, first, second, self._rename_file)
+        finally:
+            self._folders.clear()
 
     def _rename_file(self, old: str, new: str) -> None:
         """Rename a file. If it is open for writing, earlier and later writes belong to the new name."""

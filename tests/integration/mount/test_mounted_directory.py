@@ -198,6 +198,30 @@ def test_checkpoints_are_saved_and_loaded_through_a_mount(mount: Path) -> None:
     assert np.array_equal(ckpt.load(mount / "run")["w"], state["w"])
 
 
+@pytest.mark.parametrize("lengths", [(3000, 13_000), (13_000, 3000), (100, 3_000_000), (3_000_000, 1_000_000)])
+def test_a_file_that_another_client_has_replaced_is_read_whole(mounted: Mounted, lengths: tuple[int, int]) -> None:
+    namespace, _ = open_namespace(mounted.url)
+    before, after = (random_bytes(n) for n in lengths)
+    file = mounted.folder / "a"
+    for _ in range(3):
+        namespace.put("a", before)
+        assert file.read_bytes() == before
+        assert file.stat().st_size == len(before)
+        namespace.put("a", after)
+        assert file.read_bytes() == after
+
+
+def test_an_append_begins_at_the_end_of_what_another_client_wrote(mounted: Mounted) -> None:
+    namespace, _ = open_namespace(mounted.url)
+    for before, after in ((1000, 500), (500, 1000), (50_000, 40_000)):
+        (mounted.folder / "log").write_bytes(b"1" * before)
+        assert (mounted.folder / "log").stat().st_size == before
+        namespace.put("log", b"2" * after)
+        with (mounted.folder / "log").open("ab") as file:
+            file.write(b"3")
+        assert namespace.get("log") == b"2" * after + b"3"
+
+
 def test_a_truncation_of_a_file_replaced_meanwhile_is_refused(mounted: Mounted) -> None:
     namespace, _ = open_namespace(mounted.url)
     namespace.put("a", b"old")
