@@ -134,8 +134,8 @@ def command(
     if log is not None:
         raise click.UsageError("--log needs --background: in the foreground, messages are written to stderr")
     # default_permissions: the kernel checks owner and mode. Without it, every user with access to the mount could write.
-    # attr_timeout: the kernel asks for the length of a file when it is opened. It cuts or fills up what it reads to that length,
-    # and an append begins there, so a length from before another client's write would be wrong.
+    # attr_timeout: the kernel asks for the length of a file when it is opened. It cuts or fills up what it reads to that
+    # length, and an append begins there, so a length from before another client's write would be wrong.
     fuse_options = {
         "foreground": True, "fsname": "ckpt", "subtype": "ckpt", "big_writes": True, "default_permissions": True,
         "attr_timeout": 0,

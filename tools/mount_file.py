@@ -102,15 +102,17 @@ class MountFile:
         Bytes that were sent to the members become visible first. reader: reads the visible bytes. If another client has changed
         the file, only those are returned.
 
-        Raises OSError EBUSY where bytes before them were not written, because they could not be written any more.
+        Raises OSError: EBUSY where bytes before them were not written, because they could not be written any more, and ESTALE.
         """
         numbers = range(offset // _WINDOW_BYTES, -(-(offset + size) // _WINDOW_BYTES))
         with self._lock:
             if not self._stored.isdisjoint(numbers):
                 self._require_readable()
                 self._publish()
+                reader.is_outdated = True
+            reader.require_current()
             if self._base is not None and not has_same_content(reader.file, self._base):
-                reader.refresh()
+                reader.look_up()
             if self._is_dirty and (self._base is None or has_same_content(reader.file, self._base)):
                 return self._read_unpublished(offset, size, reader)
         return reader.read(offset, size)

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.interfaces.folders import move_folder, remove_folder
-from ckpt.aggregator.records.file_record import RecordHead
+from ckpt.aggregator.records.file_record import PathRecord, RecordHead
 from ckpt.storage.base.errors import CkptError, error_number
 from ckpt.tools.mount_file import MountFile
 from ckpt.tools.mount_reader import MountReader
@@ -23,7 +23,7 @@ _HIDDEN_PREFIX = ".fuse_hidden"
 """The prefix of the name that libfuse gives an open file when it is removed or replaced, until it is closed."""
 
 _FOLDER_SECONDS = 1.0
-"""How long a folder is not looked up again, although another client may remove it. The kernel looks up every folder of a path."""
+"""How long a folder is not looked up again, though another client may remove it. The kernel asks for each folder of a path."""
 _MAX_FOLDERS = 10_000
 
 
@@ -92,13 +92,15 @@ class MountOperations:
         if writing is not None:
             return self._stat_attributes("file", writing.length, time.time(), time.time())
         reader = None if handle is None else self._handles.get(handle)
-        if isinstance(reader, MountReader) and not reader.is_outdated:  # the length of the bytes that it reads
+        if isinstance(reader, MountReader):  # the length of the bytes that it reads
+            reader.require_current()
             return self._file_attributes(reader.file.head)
         until, attributes = self._folders.get(full, (0.0, {}))
         if time.monotonic() < until:
             return attributes
         file = self._namespace.stat(full) if path != "/" else None
         if file is not None and file.head.kind == "file":
+            self._notice(full, file)
             return self._file_attributes(file.head)
         if file is None and path != "/" and not self._namespace.list(full):
             raise OSError(errno.ENOENT, path)
@@ -139,7 +141,9 @@ class MountOperations:
     def open(self, path: str, flags: int) -> int:
         full = self._full_path(path)
         if flags & os.O_ACCMODE == os.O_RDONLY:
-            return self._add_handle(MountReader(self._namespace, full))
+            reader = MountReader(self._namespace, full)
+            self._notice(full, reader.file)
+            return self._add_handle(reader)
         with self._lock:
             writing = self._files_in_writing.get(full)
         if writing is None:
@@ -160,6 +164,7 @@ class MountOperations:
         writing = self._files_in_writing.get(full) if handle is None else self._handles.get(handle)
         if isinstance(writing, MountFile):
             writing.truncate(length, replace=handle is None)  # without a handle, an open with O_TRUNC follows
+            self._mark_outdated(writing.path)
             return
         file = self._namespace.stat(full)
         if file is None:
@@ -169,6 +174,7 @@ class MountOperations:
         if length:
             raise OSError(errno.EOPNOTSUPP, "a file can be emptied, but not resized")
         self._namespace.put(full, b"")
+        self._mark_outdated(full)
 
     def read(self, path: str, size: int, offset: int, handle: int) -> bytes:
         reader = self._handles[handle]
@@ -186,8 +192,9 @@ class MountOperations:
     def flush(self, path: str, handle: int) -> None:
         """Make the writes durable and visible when a program closes the file; the program gets any error."""
         writing = self._handles.get(handle)
-        if isinstance(writing, MountFile):
+        if isinstance(writing, MountFile) and writing.has_unsynced_writes:
             writing.publish()
+            self._mark_outdated(writing.path)
 
     def fsync(self, path: str, datasync: int, handle: int) -> None:
         """Make the writes durable and visible. After that, the file can be appended to, but not changed."""
@@ -205,8 +212,7 @@ class MountOperations:
         if isinstance(file, MountReader):
             file.close()
         elif file is not None:
-            for reader in self._readers(file.path):
-                reader.is_outdated = True
+            self._mark_outdated(file.path)
             file.discard()
 
     # --- names -------------------------------------------------------------------------------------------------
@@ -264,6 +270,16 @@ class MountOperations:
     def _readers(self, path: str) -> list[MountReader]:
         """Return the open files of a path that are read."""
         return [each for each in list(self._handles.values()) if isinstance(each, MountReader) and each.path == path]
+
+    def _mark_outdated(self, path: str) -> None:
+        """Let the open files of a path follow a change of this mount."""
+        for reader in self._readers(path):
+            reader.is_outdated = True
+
+    def _notice(self, path: str, current: PathRecord) -> None:
+        """Tell the open files of a path that this is its file now, before the kernel gets its length."""
+        for reader in self._readers(path):
+            reader.notice(current)
 
     def _discard_writes(self, path: str) -> None:
         """Discard what is written to a deleted or replaced file through open handles."""

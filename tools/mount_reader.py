@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from functools import partial
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.file_io.reader import FileReader
-from ckpt.aggregator.records.file_record import PathRecord
+from ckpt.aggregator.records.file_record import PathRecord, has_same_stripes
+from ckpt.storage.base.errors import StoreError
 
 
 class MountReader:
-    """A file that is open for reading. It follows the changes that this mount makes to the file.
+    """A file that is open for reading. It follows the changes that this mount makes to the file, and what others append to it.
 
-    It must: the kernel caches the pages and the length of a file, not of a handle. It takes a read that is shorter than the file
-    for the end of the file, and the next append would begin there.
+    It must: the kernel caches the pages and the length of a file, not of a handle. It takes a read that is shorter than the
+    file for the end of the file, and the next append would begin there. Once this mount has found that another client has
+    replaced the file, the handle reads no more: its bytes would be shown to programs that have opened the new file.
     """
 
     def __init__(self, namespace: Namespace, path: str) -> None:
         self.path = path
         self.is_outdated = False
         """Whether this mount has changed the file since it was opened."""
+        self._is_replaced = False
         self._namespace = namespace
         self._lock = threading.Lock()
         """Guards changes of `_reader` and `_former`."""
@@ -32,23 +36,68 @@ class MountReader:
         """The record of the bytes that are read."""
         return self._reader.file
 
-    def read(self, offset: int, size: int) -> bytes:
-        """Return up to `size` visible bytes from `offset` on: fewer at the end of the file."""
+    def require_current(self) -> None:
+        """Raise OSError ESTALE if another client has replaced the file."""
         if self.is_outdated:
-            self.refresh()
+            self._follow()
+        if self._is_replaced:
+            raise OSError(errno.ESTALE, "another client has replaced the file: open it again", self.path)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Return up to `size` visible bytes from `offset` on: fewer at the end of the file. Raises OSError ESTALE."""
+        self.require_current()
         data = bytearray(size)
         return bytes(data[: self._reader.read_into(offset, memoryview(data))])
 
-    def refresh(self) -> None:
-        """Read the current file of the path from now on, if there is one."""
+    def _follow(self) -> None:
+        """Read the file that this mount has made, or a later one, from now on."""
         current = self._namespace.stat(self.path)
+        self.is_outdated = False
+        if current is not None and self._is_newer(current):
+            self._replace_reader(self._open(current))
+
+    def look_up(self) -> None:
+        """Look up the file of the path, and `notice` it."""
+        current = self._namespace.stat(self.path)
+        if current is not None:
+            self.notice(current)
+
+    def notice(self, current: PathRecord) -> None:
+        """Read on in a file that this mount has just found under the path, if the opened file is the beginning of it."""
+        if self.is_outdated or not self._is_newer(current):
+            return
+        reader = self._open(current)
+        if self._is_extended_by(reader):
+            self._replace_reader(reader)
+        else:
+            reader.close()
+            self._is_replaced = True
+
+    def _is_newer(self, current: PathRecord) -> bool:
+        """Return whether a record is that of another file, and not of one that the opened file has replaced."""
+        known = (self.file.head.version, *self.file.head.history)
+        return current.head.kind == "file" and current.head.version not in known
+
+    def _is_extended_by(self, reader: FileReader) -> bool:
+        own, other = self.file, reader.file
+        if own.inline_data is None:
+            if own.layout is None or other.layout is None or own.layout.redundancy != other.layout.redundancy:
+                return False
+            return has_same_stripes(own.layout.stripes, other.layout.stripes[: len(own.layout.stripes)])
+        begin = bytearray(own.head.nbytes)
+        try:
+            return reader.read_into(0, memoryview(begin)) == len(begin) and begin == own.inline_data
+        except StoreError:
+            return False
+
+    def _open(self, current: PathRecord) -> FileReader:
+        stat = partial(self._namespace.stat, self.path)
+        return FileReader(self._namespace.member_io, self.path, current, stat)
+
+    def _replace_reader(self, reader: FileReader) -> None:
         with self._lock:
-            self.is_outdated = False
-            if current is None or current.head.kind != "file" or current.head.version == self.file.head.version:
-                return
             self._former.append(self._reader)
-            stat = partial(self._namespace.stat, self.path)
-            self._reader = FileReader(self._namespace.member_io, self.path, current, stat)
+            self._reader = reader
 
     def close(self) -> None:
         """Close the objects that were opened."""

@@ -222,6 +222,56 @@ def test_an_append_begins_at_the_end_of_what_another_client_wrote(mounted: Mount
         assert namespace.get("log") == b"2" * after + b"3"
 
 
+@pytest.mark.parametrize("lengths", [(12_000, 30_000), (30_000, 12_000), (3_000_000, 12_000)])
+def test_an_old_handle_shows_no_old_bytes_to_new_ones(mounted: Mounted, lengths: tuple[int, int]) -> None:
+    """All handles of a file share the pages that the kernel has cached."""
+    namespace, _ = open_namespace(mounted.url)
+    before, after = (random_bytes(n, seed) for seed, n in enumerate(lengths))
+    namespace.put("a", before)
+    old = os.open(mounted.folder / "a", os.O_RDONLY)
+    namespace.put("a", after)
+    new = os.open(mounted.folder / "a", os.O_RDONLY)
+    with pytest.raises(OSError, match="Stale") as refused:
+        os.pread(old, len(before), 0)
+    assert refused.value.errno == errno.ESTALE
+    assert os.pread(new, len(before) + len(after), 0) == after
+    os.close(old)
+    os.close(new)
+
+
+@pytest.mark.parametrize("size", [100, 20_000, 3_000_000])
+def test_a_handle_reads_on_in_a_file_that_another_client_appends_to(mounted: Mounted, size: int) -> None:
+    namespace, _ = open_namespace(mounted.url)
+    data = random_bytes(3 * size)
+    namespace.put("log", data[:size])
+    reader = os.open(mounted.folder / "log", os.O_RDONLY)
+    assert os.pread(reader, 9 * size, 0) == data[:size]
+    for n in (1, 2):
+        with namespace.create("log", aligned=False, base=namespace.stat("log")) as writer:
+            writer.append(memoryview(data[n * size : (n + 1) * size]))
+            writer.commit()
+        assert (mounted.folder / "log").stat().st_size == (n + 1) * size
+        assert os.pread(reader, 9 * size, 0) == data[: (n + 1) * size]
+    os.close(reader)
+
+
+@pytest.mark.parametrize("size", [3000, 3_000_000])
+def test_a_handle_reads_what_the_same_mount_writes_in_place_of_the_file(mount: Path, size: int) -> None:
+    file = mount / "a"
+    for before, after in ((1, 1), (1, 2), (2, 1)):
+        file.write_bytes(b"1" * before * size)
+        reader = os.open(file, os.O_RDONLY)
+        assert os.pread(reader, 9 * size, 0) == b"1" * before * size
+        with file.open("wb", buffering=0) as writer:
+            writer.write(b"2" * after * size)
+            assert os.pread(reader, 9 * size, 0) == b"2" * after * size
+            os.fsync(writer.fileno())
+            assert os.pread(reader, 9 * size, 0) == b"2" * after * size
+            assert file.read_bytes() == b"2" * after * size
+        assert os.pread(reader, 9 * size, 0) == b"2" * after * size
+        os.close(reader)
+
+
 def test_a_truncation_of_a_file_replaced_meanwhile_is_refused(mounted: Mounted) -> None:
     namespace, _ = open_namespace(mounted.url)
     namespace.put("a", b"old")
