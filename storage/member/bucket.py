@@ -30,7 +30,7 @@ from ckpt.storage.member.bucket_format import (
     register_name,
 )
 from ckpt.storage.member.device import OBJECTS, QUARANTINE, MemberInfo, find_damaged_ranges
-from ckpt.storage.member.inventory import PART_SECONDS, Inventory, InventoryPart, read_all_parts, read_part
+from ckpt.storage.member.inventory import PART_SECONDS, Inventory, InventoryPart, read_all_parts, read_inventory_part
 from ckpt.storage.registers.base import (
     BODY_BYTES,
     REGISTERS_INCOMPLETE,
@@ -117,7 +117,7 @@ class Bucket:
         def read(folder: str) -> Inventory:
             return {name: (nbytes, now - modified) for name, nbytes, modified in self.store.list_with_times(folder)}
 
-        return read_part(self.store.list_folders(), after, seconds, read)
+        return read_inventory_part(self.store.list_folders(), after, seconds, read)
 
     def link(self, name: str, to: str) -> None:
         """Give an object a second name, by a copy that the server makes; raise NotFound."""

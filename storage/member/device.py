@@ -22,7 +22,7 @@ from ckpt.storage.base.fsync import make_durable_root, sync_folder, sync_nearest
 from ckpt.storage.base.store import Store
 from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.local.durable_writer import LocalWriter, walk_temporaries
-from ckpt.storage.member.inventory import PART_SECONDS, Inventory, InventoryPart, read_all_parts, read_part
+from ckpt.storage.member.inventory import PART_SECONDS, Inventory, InventoryPart, read_all_parts, read_inventory_part
 from ckpt.storage.registers.sqlite import SqliteRegisters
 
 OBJECTS = "objects"
@@ -263,7 +263,7 @@ class Device:
 
     def inventory_part(self, after: str = "", seconds: float = PART_SECONDS) -> InventoryPart:
         """Return the objects of the folders after `after` that can be listed in about `seconds`."""
-        return read_part(self.store.list_folders(), after, seconds, self._inventory_of)
+        return read_inventory_part(self.store.list_folders(), after, seconds, self._inventory_of)
 
     def _inventory_of(self, folder: str) -> Inventory:
         now = time.time()

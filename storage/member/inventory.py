@@ -22,7 +22,9 @@ class InventoryPart:
     """The next part begins after this folder; None if this part is the last one."""
 
 
-def read_part(folders: Iterable[str], after: str, seconds: float, read_folder: Callable[[str], Inventory]) -> InventoryPart:
+def read_inventory_part(
+    folders: Iterable[str], after: str, seconds: float, read_folder: Callable[[str], Inventory]
+) -> InventoryPart:
     """Read the folders after `after`, in the order of their names, for about `seconds`, but at least one of them.
 
     read_folder: returns the objects of a folder.

@@ -13,6 +13,8 @@ def inventory_part(call_parts: Callable[..., Sequence[Any]], url: str, after: st
     """Return the objects of the folders after `after`, as many as the node can list in a few seconds, but `most_seconds`.
 
     call_parts: of the client of the node at `url`. An older node lists all objects in one call.
+
+    Raises Unavailable if the answer is empty, and as `call_parts` does.
     """
     try:
         answers = call_parts("inventory.part", after, min(PART_SECONDS, most_seconds))
