@@ -34,13 +34,16 @@ _FOREIGN = {
 LARGEST_ELEMENT = 8 << 20
 """Bytes of a block: a block contains whole elements, so no element may be larger."""
 
+_MAX_LEVELS = 50
+"""The most levels of structures in structures. More are an attempt to use up the stack."""
+
 
 @lru_cache(maxsize=256)
 def dtype_name(dtype: np.dtype[Any]) -> str:
     """Return the stored name of a numpy dtype, such as "float32" or "bfloat16".
 
     Raises:
-        TypeError: Elements are Python objects or larger than a block, or records with fields of ml_dtypes.
+        TypeError: Elements are Python objects or larger than a block, or records whose name gives another type back.
     """
     if dtype.hasobject:
         raise TypeError("elements are Python objects, which only pickle could store: turn them into arrays and plain values")
@@ -54,9 +57,21 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
     # Not `isbuiltin == 1`, which is false for an equal dtype that was unpickled.
     if dtype.isbuiltin != 2 and dtype.isnative and dtype.kind in "biufc":
         return dtype.name
-    if dtype.names and any(hasattr(ml_dtypes, field[0].base.name) for field in (dtype.fields or {}).values()):
-        raise TypeError("a record with fields of ml_dtypes has no name that numpy can read: store each field as an array")
-    return "numpy:" + json.dumps(np.lib.format.dtype_to_descr(dtype))
+    name = "numpy:" + json.dumps(np.lib.format.dtype_to_descr(dtype))
+    if not _gives_back(name, dtype):
+        raise TypeError(
+            "this type of record has no name that numpy can read, as it has fields of ml_dtypes, arrays of arrays, or more than "
+            f"{_MAX_LEVELS} levels: store each field as an array"
+        )
+    return name
+
+
+def _gives_back(name: str, dtype: np.dtype[Any]) -> bool:
+    """Return whether a load gets exactly this type from its name."""
+    try:
+        return numpy_dtype(name) == dtype
+    except FormatError:
+        return False
 
 
 @lru_cache(maxsize=256)
@@ -82,10 +97,6 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     if dtype.hasobject:
         raise FormatError(f"element type {name!r} consists of Python objects, which are not loaded; {DAMAGE_ADVICE}")
     return dtype
-
-
-_MAX_LEVELS = 50
-"""The most levels of structures in structures. More are an attempt to use up the stack."""
 
 
 def _descr_with_tuples(descr: Any, levels: int = _MAX_LEVELS) -> Any:

@@ -16,6 +16,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from helpers.refusal import refused
@@ -34,6 +35,13 @@ class Slots:
 
 def masked() -> Any:
     return np.ma.masked_array([1, 2], [0, 1])
+
+
+def deep_records(levels: int) -> Any:
+    kind = np.dtype("f4")
+    for _ in range(levels):
+        kind = np.dtype([("a", kind)])
+    return np.zeros(2, kind)
 
 
 BAD_LEAVES: dict[str, Callable[[], Any]] = {
@@ -60,6 +68,11 @@ BAD_LEAVES: dict[str, Callable[[], Any]] = {
     "masked": masked,
     "a long text of numpy": lambda: np.str_("x" * 3_000_000),
     "elements larger than a block": lambda: np.zeros(2, [("a", "u1", (9 << 20,))]),
+    "records in too many levels": lambda: deep_records(51),
+    "a scalar of such a record": lambda: deep_records(51)[0],
+    "arrays of arrays in a record": lambda: np.zeros(2, [("a", ("f4", (2,)), (3,))]),
+    "bfloat16 in a record in a record": lambda: np.zeros(2, [("a", [("b", ml_dtypes.bfloat16)])]),
+    "bfloat16 in arrays of records": lambda: np.zeros(2, [("a", [("b", ml_dtypes.bfloat16, (2,))], (3,))]),
 }
 
 
