@@ -78,6 +78,15 @@ class RowGroup:
 
 def write_table(table: pa.Table, metadata: dict[str, str]) -> bytes:
     """Return the table as a Parquet file with `metadata` and the format version in its schema."""
+    data = _as_parquet(table, metadata, "zstd")
+    try:
+        require_plausible(data)
+    except ValueError:  # long names with much in common shrink so far that no reader would accept the file
+        data = _as_parquet(table, metadata, "none")
+    return data
+
+
+def _as_parquet(table: pa.Table, metadata: dict[str, str], compression: str) -> bytes:
     import pyarrow.parquet as pq
 
     sink = io.BytesIO()
@@ -86,8 +95,8 @@ def write_table(table: pa.Table, metadata: dict[str, str]) -> bytes:
         table.replace_schema_metadata({**metadata, "format": str(version)}),
         sink,
         row_group_size=ROWS_PER_GROUP,
-        compression="zstd",
-        compression_level=1,
+        compression=compression,
+        compression_level=1 if compression == "zstd" else None,
         use_dictionary=[name for name in TEXT_COLUMNS if name in table.column_names],
         write_statistics=False,  # no reader of ckpt uses them, and each load would parse them
     )

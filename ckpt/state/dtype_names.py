@@ -60,8 +60,8 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
     name = "numpy:" + json.dumps(np.lib.format.dtype_to_descr(dtype))
     if not _gives_back(name, dtype):
         raise TypeError(
-            "this type of record has no name that numpy can read, as it has fields of ml_dtypes, arrays of arrays, or more than "
-            f"{_MAX_LEVELS} levels: store each field as an array"
+            "a record of this type has no name that numpy can read, as it has fields of ml_dtypes, arrays of arrays, or more "
+            f"than {_MAX_LEVELS} levels: store each field as an array"
         )
     return name
 
