@@ -221,14 +221,17 @@ class _ContentsReader:
         else:
             self.arrays[leaf] = Array(name, leaf, self._saved[leaf].dtype, self._saved[leaf].shape)
         if node is not None:
-            self.nodes[name] = node
+            self._add_node(name, node)
             if ranks := own_ranks(node):
                 self.own_ranks[name] = [*ranks]
 
     def add_value(self, path: str, node: Node) -> None:
         name = _unused_name(self._new_name(path), self.values)
         self.values[name] = _node_to_json(node)
-        self.nodes[name] = node
+        self._add_node(name, node)
+
+    def _add_node(self, name: str, node: Node) -> None:
+        self.nodes[_unused_name(name, self.nodes)] = node  # an array and a value may have one name
 
     def _new_name(self, source: str) -> str:
         if not self._names.changes:

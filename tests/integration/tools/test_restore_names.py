@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -53,6 +54,17 @@ def test_a_prefix_is_stripped_and_names_are_replaced(ending: str, root: Path, tm
     assert np.array_equal(np.asarray(read("embed.weight")[0]), np.arange(6.0).reshape(3, 2))
     assert values == {"kind": "small"}
     assert tied == {"lm_head.weight": "embed.weight"}
+
+
+@pytest.mark.parametrize("state", [
+    {"a.b": np.ones(3), "a": {"b": 5}}, {"a": {"b": 5}, "a.b": np.ones(3), "a.b~": 6},
+])  # fmt: skip
+def test_an_array_and_a_value_of_one_name_are_both_restored(state: dict[str, Any], tmp_path: Path) -> None:
+    ckpt.save(state, tmp_path / "run", step=3)
+    export(tmp_path / "run", tmp_path / "out.pt", "--rename", "unused=other")
+    loaded = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert sorted(v for v in loaded.values() if isinstance(v, int)) == [5, 6][: len(state) - 1]
+    assert [v.tolist() for v in loaded.values() if isinstance(v, torch.Tensor)] == [[1, 1, 1]]
 
 
 def test_patterns_of_only_are_saved_names(root: Path, tmp_path: Path) -> None:
