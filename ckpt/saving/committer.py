@@ -16,7 +16,15 @@ from ckpt.errors import Fenced, SignatureError, StepNotFound, StepRefused
 from ckpt.format import manifest
 from ckpt.format.difference_choice import AutomaticChoices
 from ckpt.format.digest import digest
-from ckpt.format.json_records import MAX_MANIFEST_BYTES, MAX_TREE_BYTES, CommitRecord, FileRecord, sign_commit
+from ckpt.format.json_records import (
+    MAX_MANIFEST_BYTES,
+    MAX_RECORD_BYTES,
+    MAX_TREE_BYTES,
+    CommitRecord,
+    FileRecord,
+    encode_commit,
+    sign_commit,
+)
 from ckpt.format.manifest_parquet import write_part
 from ckpt.repository import commit_publication
 from ckpt.repository.checkpoint import Checkpoint
@@ -174,15 +182,9 @@ class Committer:
         """
         line = self._line_saves.line()
         folder = f"{step_folder(self._step)}/manifest/{self._attempt.name}"
-        for what, data, max_bytes in (
-            ("manifest", table, MAX_MANIFEST_BYTES),
-            ("description of the state", tree, MAX_TREE_BYTES),
-        ):
-            if len(data) > max_bytes:  # no load would accept it
-                raise StepRefused(
-                    f"step {self._step}: its {what} has {len(data)} bytes, more than the limit of {max_bytes}: put long lists "
-                    "and dicts of plain values into arrays"
-                )
+        advice = "put long lists and dicts of plain values into arrays"
+        self._require_loadable("manifest", table, MAX_MANIFEST_BYTES, advice)
+        self._require_loadable("description of the state", tree, MAX_TREE_BYTES, advice)
         files = {f"{folder}.parquet": table, f"{folder}.json": tree}
         failpoint("save.manifest")
         for name, data in files.items():
@@ -208,6 +210,8 @@ class Committer:
             difference_choices=choices.differences,
         )
         commit = sign_commit(commit, self._session.repo.keys)
+        advice = f"it refers to {len(packs)} packs, so save to a new URL, where it refers to fewer"
+        self._require_loadable("commit record", encode_commit(commit), MAX_RECORD_BYTES, advice)
         failpoint("save.commit")
         if line.number:
             self._session.note_line(line)
@@ -218,6 +222,13 @@ class Committer:
         failpoint("save.committed")
         note_complete(commit)
         return self._session.repo.checkpoint(commit, self._group.rank)
+
+    def _require_loadable(self, what: str, data: bytes, max_bytes: int, advice: str) -> None:
+        """Raise StepRefused if no load would accept this file of the step."""
+        if len(data) > max_bytes:
+            raise StepRefused(
+                f"step {self._step}: its {what} has {len(data)} bytes, more than the limit of {max_bytes}: {advice}"
+            )
 
     def _require_replaceable(self, existing: CommitRecord | None) -> None:
         """Raise AlreadyExists or Fenced if the existing record must stay; otherwise note the files of its save."""

@@ -22,7 +22,7 @@ from helpers.states import assert_same
 
 import ckpt
 from ckpt.errors import Fenced, StepRefused
-from ckpt.format import manifest_encoding
+from ckpt.format import json_records, manifest_encoding
 from ckpt.format.codec_choice import CodecChoice
 from ckpt.format.difference_choice import AutomaticChoices, DifferenceChoice
 from ckpt.format.json_records import CommitRecord, encode_commit
@@ -331,6 +331,23 @@ def test_a_step_that_no_load_would_accept_is_refused(
         f"step 5: its {what} has {nbytes} bytes, more than the limit of {nbytes - 1}: put long lists and dicts of plain values "
         "into arrays"
     )
+    assert ckpt.open(root).steps() == [3, 4]
+    assert_clean(root, folders=False)
+
+
+def test_a_commit_record_that_no_load_would_accept_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names each pack to which the step refers, so it grows with the ranks, and with the steps that share blocks."""
+    save(root, 3)
+    nbytes = (root / "steps/3/commit.json").stat().st_size
+    for module in (json_records, committer_module):
+        monkeypatch.setattr(module, "MAX_RECORD_BYTES", 2 * nbytes, raising=False)
+    save(root, 4, 3)
+    for module in (json_records, committer_module):
+        monkeypatch.setattr(module, "MAX_RECORD_BYTES", nbytes // 2, raising=False)
+    with pytest.raises(StepRefused) as error:
+        save(root, 5, 4)
+    assert "more than the limit of" in one_line(error, "step 5: its commit record has", "save to a new URL")
+    monkeypatch.undo()
     assert ckpt.open(root).steps() == [3, 4]
     assert_clean(root, folders=False)
 
