@@ -10,6 +10,7 @@ from ckpt.block_io.step_verification import verify_blocks
 from ckpt.format import json_records
 from ckpt.format.json_records import CommitRecord
 from ckpt.format.manifest import Manifest
+from ckpt.format.pack import step_of_file
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import Repository, commit_name
 from ckpt.storage.base.errors import CkptError, NotFound, is_damage
@@ -149,15 +150,11 @@ def report_leaves(checkpoint: Checkpoint, bad_files: frozenset[str]) -> dict[str
             nbytes=sum(r.nbytes for r in rows),
             stored_bytes=sum(r.whole_read_bytes * r.nbytes / r.raw for r in stored_rows if r.raw),
             codecs=tuple(sorted({r.codec for r in stored_rows if r.codec is not None})),
-            written_in=tuple(sorted({_pack_step(r.pack) for r in stored_rows})),
-            bases_in=tuple(sorted({_pack_step(r.base.pack) for r in stored_rows if r.base is not None})),
+            written_in=tuple(sorted({step_of_file(r.pack) for r in rows if r.pack is not None})),
+            bases_in=tuple(sorted({step_of_file(r.base.pack) for r in stored_rows if r.base is not None})),
             missing=any(r.pack in bad_files or (r.base is not None and r.base.pack in bad_files) for r in stored_rows),
         )
     return found
-
-
-def _pack_step(pack: str | None) -> int:
-    return int((pack or "").split("/")[1])
 
 
 def select_manifest(checkpoint: Checkpoint, leaves: Iterable[str] | None = None) -> Manifest:

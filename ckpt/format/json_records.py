@@ -15,6 +15,7 @@ from ckpt.errors import DAMAGE_ADVICE, FormatError, bad_sectors_as_damage, damag
 from ckpt.format.codec_choice import CodecChoice
 from ckpt.format.difference_choice import DifferenceChoice
 from ckpt.format.digest import algorithm_of_hex, digest
+from ckpt.format.pack import step_of_file
 from ckpt.format.signature import NO_KEYS, Keys, Signature
 from ckpt.format.training_lines import Ancestry, TrainingLine, parse_line
 from ckpt.storage.base.checked_decode import Malformed, parse_json
@@ -169,7 +170,9 @@ def decode_commit(data: bytes, where: str, keys: Keys = NO_KEYS) -> CommitRecord
     commit = parse_body(CommitRecord, body, where)
     try:
         parse_line(commit.line, commit.left)
-    except ValueError as error:
+        for name in commit.files():
+            step_of_file(name)  # raises for another name
+    except (ValueError, IntegrityError) as error:
         raise IntegrityError(damage_text(where, str(error))) from error
     if keys:
         body.pop("signature", None)

@@ -10,6 +10,7 @@ from ckpt.errors import DAMAGE_ADVICE
 from ckpt.format import manifest_parquet
 from ckpt.format.block_difference import WIDTHS, BaseBlock
 from ckpt.format.digest import CELL_BYTES
+from ckpt.format.pack import step_of_file
 from ckpt.state.boxes import Box
 from ckpt.storage.base.errors import IntegrityError
 from ckpt.support import arrow_columns
@@ -79,8 +80,9 @@ BlockLocation = tuple[str, int, int, str | None, int | None, BaseBlock | None]
 
 
 def rows_of_table(table: pa.Table, where: str) -> list[Row]:
-    """Return the rows of a table with all columns; raise IntegrityError if a base is invalid. where: the manifest."""
+    """Return the rows of a table with all columns; raise IntegrityError for an invalid pack or base. where: the manifest."""
     columns = {name: arrow_columns.python_values(table.column(name)) for name in table.column_names}
+    _check_packs(columns["pack"], where)
     boxes = map(Box._make, zip(columns.pop("offset"), columns.pop("shape"), strict=True))
     made: Mapping[str, Iterable[Any]] = {**columns, "box": boxes, "base": bases_of_columns(columns, table.num_rows, where)}
     return list(map(Row._make, zip(*(made[name] for name in Row._fields), strict=True)))
@@ -91,6 +93,7 @@ def locations_of_table(table: pa.Table, where: str) -> Iterable[BlockLocation]:
     names = ("pack", "position", "stored", "codec", "checksum")
     present = [name for name in table.column_names if name in (*names, *manifest_parquet.BASE_COLUMNS)]
     columns = {name: arrow_columns.python_values(table.column(name)) for name in present}
+    _check_packs(columns["pack"], where)
     bases = bases_of_columns(columns, table.num_rows, where)
     return zip(*(columns[name] for name in names), bases, strict=True)
 
@@ -102,6 +105,7 @@ def bases_of_columns(columns: Mapping[str, Iterable[Any]], row_count: int, where
     """
     if "base_pack" not in columns:
         return itertools.repeat(None, row_count)
+    _check_packs(columns["base_pack"], where)
     found: list[BaseBlock | None] = []
     for codec, *base in zip(columns["codec"], *(columns[name] for name in manifest_parquet.BASE_COLUMNS), strict=True):
         if base[0] is None:
@@ -113,3 +117,12 @@ def bases_of_columns(columns: Mapping[str, Iterable[Any]], row_count: int, where
             raise IntegrityError(f"{where}: a difference has an invalid base; {DAMAGE_ADVICE}")
         found.append(made)
     return found
+
+
+def _check_packs(names: Iterable[str | None], where: str) -> None:
+    """Raise IntegrityError if one of these packs does not have the name of a file of a step."""
+    for name in {*names} - {None}:
+        try:
+            step_of_file(name or "")
+        except IntegrityError as error:
+            raise IntegrityError(f"{where}: {error}") from error

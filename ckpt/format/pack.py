@@ -6,11 +6,14 @@ A pack has no header: the manifest stores the position and the length of each bl
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from ckpt.errors import DAMAGE_ADVICE
+from ckpt.storage.base.errors import IntegrityError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.store import Store, Writer
 
@@ -27,9 +30,17 @@ class PackFile:
     nbytes: int
 
 
+_STEP_FILE = re.compile(r"steps/([0-9]{1,19})(?:/[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}){1,4}")
+
+
 def step_of_file(name: str) -> int:
-    """Return the number of the step in whose folder a file of a repository is, as a pack: `steps/<step>/…`."""
-    return int(name.split("/")[1])
+    """Return the number of the step in whose folder a file of a repository is, as a pack: `steps/<step>/…`.
+
+    Raises IntegrityError for any other name.
+    """
+    if (found := _STEP_FILE.fullmatch(name)) is None:
+        raise IntegrityError(f"{name[:200]!r} is not a valid name of a file of a step; {DAMAGE_ADVICE}")
+    return int(found[1])
 
 
 def file_lengths(store: Store, names: Iterable[str]) -> dict[str, int]:

@@ -114,6 +114,8 @@ class Checkpoint:
 
     def _parsed_tree(self) -> tuple[FileRecord, bytes, dict[str, Any]]:
         """Return the file of the tree, its bytes, and its content, verified against the commit record."""
+        if not self.commit.trees:
+            raise IntegrityError(f"the record of {self.where} names no tree; {DAMAGE_ADVICE}")
         file = self.commit.trees[0]
         data = self.verified(file)
         with collector_paused(), self._raising_integrity_error(file):
@@ -198,7 +200,7 @@ class Checkpoint:
         """
         found = []
         for name, first, nbytes, stored in self.manifest().totals():
-            step = step_of_file(first.pack) if first.pack else None
+            step = step_of_file(first.pack) if first.pack is not None else None
             found.append(LeafInfo(name, plain_dtype(first.dtype), first.global_shape, nbytes, stored, first.codec, step))
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.drifting_states import drifting_state
 from helpers.forged_manifests import change_column, replace_file
 from helpers.messages import one_line
 from helpers.processes import finish, python
@@ -20,8 +22,10 @@ from helpers.states import assert_same, state_of
 
 import ckpt
 from ckpt.format import codec, json_records
+from ckpt.format.json_records import FileRecord
 from ckpt.storage.base.errors import Refused, StoreError, Unavailable
 from ckpt.storage.local.directory import LocalStore
+from ckpt.tools.inspect import command as inspect_command
 
 
 def test_a_repository_of_a_newer_format_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +97,43 @@ def test_a_forged_state_tree_is_refused(root: Path, tree: str) -> None:
         ckpt.load(root, step=4, only="embed")
     with refused(ckpt.CkptError, root=root):
         ckpt.load(root, state_of(0), step=4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"trees": ()}, {"packs": (FileRecord("x", 4096),)}, {"packs": (FileRecord("steps/x/pack/0-1-0-0.pack", 4096),)},
+        {"packs": (FileRecord("steps/4/../x", 4096),)}, {"manifests": (FileRecord("../x", 9, "0" * 32),)},
+        {"trees": (FileRecord("../../etc/passwd", 9, "0" * 32),)},
+    ],
+)  # fmt: skip
+def test_a_record_with_files_that_no_step_has_counts_as_damaged(root: Path, change: dict[str, Any]) -> None:
+    path = root / "steps/4/commit.json"
+    commit = json_records.decode_commit(path.read_bytes(), "")
+    path.write_bytes(json_records.encode_commit(dataclasses.replace(commit, **change)))
+    for call in (lambda: ckpt.load(root, step=4), lambda: ckpt.open(root)[4].verify()):
+        with refused(ckpt.IntegrityError, "step", root=root):
+            call()
+    with pytest.warns(UserWarning, match="step 4 is damaged"):
+        assert_same(ckpt.load(root), state_of(3))
+    assert inspect_command.main([str(root), "4", "--verify"], standalone_mode=False) == 1
+    ckpt.save(state_of(5), root, 5, keep=1)
+    assert_same(ckpt.load(root), state_of(5))
+
+
+@pytest.mark.parametrize("pack", ["x", "steps/x/pack/y", "steps/4/../../x", "", "../../etc/passwd"])
+@pytest.mark.parametrize("column", ["pack", "base_pack"])
+def test_a_manifest_with_blocks_in_a_file_that_no_step_has_counts_as_damaged(tmp_path: Path, column: str, pack: str) -> None:
+    for step in (3, 4):
+        ckpt.save(drifting_state(step), tmp_path, step, full_every=10)
+    replace_file(tmp_path, 4, change_column(column, pack), ".parquet")
+    checkpoint = ckpt.open(tmp_path)[4]
+    for call in (lambda: ckpt.load(tmp_path, step=4), checkpoint.verify, lambda: checkpoint["weights"][3]):
+        with refused(ckpt.IntegrityError, "step", root=tmp_path):
+            call()
+    assert inspect_command.main([str(tmp_path), "4"], standalone_mode=False) == 1
+    with pytest.warns(UserWarning, match="step 4 is damaged"):
+        assert_same(ckpt.load(tmp_path), drifting_state(3))
 
 
 def as_newer_manifest(data: bytes) -> bytes:

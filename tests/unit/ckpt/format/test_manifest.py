@@ -54,10 +54,11 @@ ints = st.integers(0, 2**60)
 checksums = st.none() | st.integers(0, 2**64 - 1)
 digests = st.binary(min_size=16, max_size=16)
 cells = st.binary(min_size=800, max_size=800)
-bases = st.builds(BaseBlock, texts, ints, ints, st.none() | texts, digests, checksums, st.sampled_from(WIDTHS))
+packs = st.from_regex(r"steps/[0-9]{1,9}/pack/[0-9][0-9-]{0,9}\.pack", fullmatch=True)
+bases = st.builds(BaseBlock, packs, ints, ints, st.none() | texts, digests, checksums, st.sampled_from(WIDTHS))
 stored_blocks = st.builds(
-    manifest_encoding.StoredBlock, texts, ints, ints, ints, st.none() | texts, digests, checksums, cells, st.none()
-) | st.builds(manifest_encoding.StoredBlock, texts, ints, ints, ints, texts, digests, checksums, cells, bases)
+    manifest_encoding.StoredBlock, packs, ints, ints, ints, st.none() | texts, digests, checksums, cells, st.none()
+) | st.builds(manifest_encoding.StoredBlock, packs, ints, ints, ints, texts, digests, checksums, cells, bases)
 
 
 @pytest.mark.slow
