@@ -156,7 +156,8 @@ def read_contents(checkpoint: Checkpoint, only: Iterable[str] = (), names: Expor
     only: patterns of saved names; empty for all.
     names: which of those names are exported, and the names that they get.
 
-    Raises LeafNotFound for a pattern that matches nothing, and CkptError if two leaves would get one name.
+    Raises LeafNotFound for a pattern that matches nothing, CkptError if two leaves would get one name, and IntegrityError if an
+    array has another number of bytes than its shape needs.
     """
     only = tuple(only)
     tree = checkpoint.tree()
@@ -183,6 +184,7 @@ def read_contents(checkpoint: Checkpoint, only: Iterable[str] = (), names: Expor
             reader.add_array(leaf, leaf, None)
     if names.strip and not reader.nodes:
         raise LeafNotFound(f"no chosen leaf of {checkpoint.where} begins with {names.strip!r}{suggest(names.strip, saved)}")
+    checkpoint.manifest().select(reader.arrays).require_whole_leaves(checkpoint.where)
     return Contents(
         checkpoint=checkpoint,
         tree=tree,

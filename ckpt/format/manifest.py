@@ -7,6 +7,7 @@ hundred: Python objects are made for those rows only.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,6 +24,7 @@ from ckpt.format.manifest_parquet import RowGroup, read_table, write_table
 from ckpt.format.manifest_rows import BlockLocation, Row, locations_of_table, rows_of_table
 from ckpt.format.row_index import Integers, RowIndex, index_rows
 from ckpt.state.boxes import Box
+from ckpt.state.dtype_names import numpy_dtype
 from ckpt.storage.base.errors import IntegrityError
 from ckpt.support import arrow_columns
 
@@ -149,6 +151,16 @@ class Manifest:
         return self._leaf_bytes
 
     _leaf_bytes: dict[str, float] | None = None
+
+    def require_whole_leaves(self, where: str) -> None:
+        """Raise IntegrityError if the pieces of a leaf have another number of bytes than its shape needs. where: the step."""
+        stored = self.bytes_of_leaves()
+        for name, (dtype, shape) in self.leaves().items():
+            nbytes = math.prod(shape) * numpy_dtype(dtype).itemsize
+            if stored[name] != nbytes or min(shape, default=0) < 0:
+                raise IntegrityError(
+                    f"leaf {name} of {where}: the manifest covers {stored[name]:.0f} of {nbytes} bytes; {DAMAGE_ADVICE}"
+                )
 
     # --- rows --------------------------------------------------------------------------------------------------
 

@@ -268,12 +268,14 @@ class LazyArray:
         return np.asarray(self[...], dtype)
 
     def __getitem__(self, index: object) -> Any:
+        checkpoint = self._checkpoint
+        if self._leaf_manifest is None:
+            manifest = checkpoint.manifest().select([self.name])
+            manifest.require_whole_leaves(checkpoint.where)  # before memory for the shape is allocated
+            self._leaf_manifest = manifest
         box, within = _bounding_box(index, self.shape)
         out = np.empty(box.shape, self.dtype)
         if out.size:
-            checkpoint = self._checkpoint
-            if self._leaf_manifest is None:
-                self._leaf_manifest = checkpoint.manifest().select([self.name])
             target = Target(self.name, NumpyLeaf(out), box)
             read_leaves(checkpoint.store, self._leaf_manifest, [target], checkpoint.where)
         return out[within]

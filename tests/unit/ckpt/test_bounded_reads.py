@@ -18,6 +18,8 @@ import ckpt
 from ckpt.format import json_records
 from ckpt.format.digest import checksum, digest
 from ckpt.format.manifest_parquet import read_table, write_table
+from ckpt.tools.inspect import command as inspect_command
+from ckpt.tools.restore import command as restore_command
 
 _LONG = 1 << 30
 _ALLOWED = 300 << 20
@@ -95,6 +97,26 @@ def test_a_giant_array_whose_blocks_claim_its_bytes_is_damaged(
     with pytest.raises(ckpt.IntegrityError, match=message):
         ckpt.load(tmp_path, step=5)
     assert ckpt.load(tmp_path)["weight"][0] == 4
+
+
+@pytest.mark.parametrize("codec", ["none", {"id": "zlib"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"global_shape": [1 << 62]}, {"global_shape": [1 << 50]}, {"global_shape": [-1]}, {"global_shape": [0]}, {"raw": 0},
+        {"raw": -5}, {"stored": 1 << 62}, {"nbytes": 0}, {"nbytes": 1 << 61}, {"start": 1 << 60}, {"dtype": "numpy:[]"},
+    ],
+)  # fmt: skip
+def test_one_array_whose_shape_does_not_match_its_bytes_is_damaged(tmp_path: Path, codec: Any, changes: dict[str, Any]) -> None:
+    ckpt.save({"weight": np.arange(100)}, tmp_path, 5, codec=codec)
+    _change_manifest(tmp_path, 5, **changes)
+    for index in (3, slice(3, 5), ...):
+        with pytest.raises(ckpt.IntegrityError, match=r"manifest|parquet"):
+            ckpt.open(tmp_path)[5]["weight"][index]
+    for ending in ("npz", "pt"):
+        with pytest.raises(ckpt.IntegrityError, match=r"manifest|parquet"):
+            restore_command.main([str(tmp_path), str(tmp_path / f"out.{ending}")], standalone_mode=False)
+    assert inspect_command.main([str(tmp_path), "5"], standalone_mode=False) == 1
 
 
 @pytest.mark.parametrize("nbytes", [1 << 20, 99])
