@@ -125,4 +125,6 @@ def _check_packs(names: Iterable[str | None], where: str) -> None:
         try:
             step_of_file(name or "")
         except IntegrityError as error:
-            raise IntegrityError(f"{where}: {error}") from error
+            raise IntegrityError(
+                f"{where}: a block is in {(name or '')[:200]!r}, which is not a valid name of a file of a step; {DAMAGE_ADVICE}"
+            ) from error
