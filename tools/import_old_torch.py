@@ -67,7 +67,7 @@ def _data_offset(file: IO[bytes], record: zipfile.ZipInfo) -> int:
 
 
 @contextmanager
-def allowed_classes(torch: ModuleType, classes: Sequence[type]) -> Iterator[None]:
+def allowed_classes(torch: ModuleType, classes: Sequence[Any]) -> Iterator[None]:
     """Allow these classes in files while the context is open, as `torch.serialization.safe_globals` does from torch 2.5 on."""
     before = torch.serialization.get_safe_globals()
     torch.serialization.add_safe_globals(list(classes))

@@ -23,10 +23,10 @@ from ckpt.tools.import_old_torch import allowed_classes, load_to_meta, reports_p
 _CHECKED_BYTES = 4 << 20
 
 
-def read_state(source: Path, stand_ins: Sequence[type] = ()) -> Any:
+def read_state(source: Path, stand_ins: Sequence[Any] = ()) -> Any:
     """Return the state in a file, with a `FileLeaf` for each tensor; a file of torch before 1.6 is read into memory.
 
-    stand_ins: classes without code, which objects of the classes of the same names become. Others are refused.
+    stand_ins: classes without code, and functions, which take the place of those of the same names. Others are refused.
     """
     torch = import_optional("torch", "a file of torch.save", "torch")
     with allowed_classes(torch, stand_ins) if stand_ins else nullcontext(), open(source, "rb") as file:

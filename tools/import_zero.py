@@ -8,6 +8,7 @@ code.
 from __future__ import annotations
 
 import math
+import pickle
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -50,12 +51,25 @@ class StandIn:
         self.arguments = arguments
 
 
-def _stand_ins() -> list[type]:
-    found = []
+def _stand_ins() -> list[Any]:
+    found: list[Any] = [_enum_member]
     for name in _DEEPSPEED_CLASSES:
         module, _, short = name.rpartition(".")
         found.append(type(short, (StandIn,), {"__module__": module, "__qualname__": short}))
     return found
+
+
+def _enum_member(of: type, name: str) -> StandIn:
+    """Return the stand-in for a member of an enumeration, which Python 3.11.2 (Debian 12) stores as a call of `getattr`.
+
+    Raises UnpicklingError for an attribute of anything else.
+    """
+    if not (isinstance(of, type) and issubclass(of, StandIn)):
+        raise pickle.UnpicklingError("Unsupported global: getattr of an object that is no enumeration of DeepSpeed")
+    return of(name)
+
+
+_enum_member.__module__, _enum_member.__qualname__, _enum_member.__name__ = "builtins", "getattr", "getattr"
 
 
 def read_state(source: Path) -> dict[str, Any]:

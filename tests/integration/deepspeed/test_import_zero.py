@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,18 @@ def _add_object(folder: Path) -> None:
     torch.save(torch.load(path) | {"evil": Evil()}, path)
 
 
+class Attribute:
+    """An attribute of a class, stored as a call of getattr."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (OrderedDict, "clear")
+
+
+def _add_attribute(folder: Path) -> None:
+    path = folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    torch.save(torch.load(path) | {"evil": Attribute()}, path)
+
+
 def _truncate(folder: Path) -> None:
     path = folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     path.write_bytes(path.read_bytes()[:-300])
@@ -108,6 +121,7 @@ def _other_step(folder: Path) -> None:
         (lambda f: _remove(f, "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"), "of 1 ranks, and was saved by 2"),
         (lambda f: _remove(f, "zero_pp_rank_1_mp_rank_00_model_states.pt"), "the checkpoint is incomplete"),
         (_add_object, "has objects that weights_only refuses .*print"),
+        (_add_attribute, "has objects that weights_only refuses .*getattr"),
         (_truncate, "is not a file of torch.save, or is damaged"),
         (_other_step, "files of different steps"),
         (_other_layout, r"do not have the layout of DeepSpeed \(KeyError: 'param_shapes'\)"),
