@@ -124,10 +124,7 @@ class EpochRandom:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep the generators of a save, for the epoch that is resumed."""
-        self._epoch_start.load_state_dict(state["epoch_start"])
-        self.before_ahead.load_state_dict(state["before_ahead"])
-        self.now.load_state_dict(state["now"])
+        """Keep the generators of a save, for the epoch that is resumed. A load has filled the snapshots of `state_dict`."""
         if "order" in state and self._generator is not None:
             self._order_at_start = state["order"]["epoch_start"]
             self._generator.set_state(state["order"]["now"])

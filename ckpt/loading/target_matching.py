@@ -23,7 +23,7 @@ from ckpt.state.alias_notes import RANK_ALIAS, AliasNote, read_alias_notes
 from ckpt.state.dtype_names import numpy_dtype
 from ckpt.state.leaves import as_leaf, empty_leaf
 from ckpt.state.leaves.base import ArrayLeaf
-from ckpt.state.name_patterns import entries, select, suggest
+from ckpt.state.name_patterns import entries, has_object, select, suggest
 from ckpt.state.optimizer_names import add_missing_moments, is_optimizer
 from ckpt.state.optimizer_order import ParametersMismatch, modules_in, reorder_state
 from ckpt.state.rank_tree import own_ranks
@@ -353,6 +353,8 @@ class TargetMatcher:
 
     def _merge(self, current: object, node: Node, path: str) -> Finish:
         """Plan as `match` does, but with the saved structure: a new optimizer has no moments yet, and gets them."""
+        if isinstance(node, dict) and "object" in node and (stateful := as_stateful(current, path)) is not None:
+            return self._object(current, stateful, node, path)
         if isinstance(node, dict) and "dict" in node and isinstance(current, dict):
             parts = []
             for key, child in node["dict"]:
@@ -379,6 +381,10 @@ class TargetMatcher:
         if isinstance(node, list) and isinstance(current, list) and len(node) == len(current):
             parts_list = [self._merge(c, n, join_path(path, i)) for i, (c, n) in enumerate(zip(current, node, strict=True))]
             return lambda: [part() for part in parts_list]
+        nodes = node.get("tuple", []) if isinstance(node, dict) else []
+        if type(current) is tuple and len(nodes) == len(current) and has_object(nodes):
+            parts_list = [self._merge(c, n, join_path(path, i)) for i, (c, n) in enumerate(zip(current, nodes, strict=True))]
+            return lambda: tuple(part() for part in parts_list)
         leaf = self._leaf(current, path)
         if leaf is not None and isinstance(node, dict) and "array" in node:
             return self._array(leaf, node, path) or (lambda: current)

@@ -54,6 +54,11 @@ def entries(node: Node, path: str = "") -> Iterator[tuple[str, Node]]:
         yield path or "(root)", node
 
 
+def has_object(node: Node) -> bool:
+    """Return whether a node is, or contains, an object with a state, which arrays and plain values alone can't replace."""
+    return (isinstance(node, dict) and "object" in node) or any(has_object(child) for _, child in children(node, ""))
+
+
 def parts_with_arrays(tree: Node) -> list[str]:
     """Return the names of the entries at the root that are containers of arrays."""
     return [
