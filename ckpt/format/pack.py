@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ckpt.errors import DAMAGE_ADVICE
 from ckpt.storage.base.errors import IntegrityError
 from ckpt.storage.base.failpoints import failpoint
-from ckpt.storage.base.store import Store, Writer
+from ckpt.storage.base.store import Store, Writer, is_name
 
 PACK_BYTES = 1 << 30
 """A pack that reaches this size is closed. Retention deletes whole packs only, so one block that is still needed keeps at
@@ -30,7 +30,7 @@ class PackFile:
     nbytes: int
 
 
-_STEP_FILE = re.compile(r"steps/([0-9]{1,19})(?:/[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}){1,4}")
+_STEP_FILE = re.compile(r"steps/([0-9]{1,19})(?:/[^/]+){1,4}")
 
 
 def step_of_file(name: str) -> int:
@@ -38,7 +38,7 @@ def step_of_file(name: str) -> int:
 
     Raises IntegrityError for any other name.
     """
-    if (found := _STEP_FILE.fullmatch(name)) is None:
+    if (found := _STEP_FILE.fullmatch(name)) is None or not is_name(name):
         raise IntegrityError(f"{name[:200]!r} is not a valid name of a file of a step; {DAMAGE_ADVICE}")
     return int(found[1])
 
