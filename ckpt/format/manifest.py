@@ -25,7 +25,7 @@ from ckpt.format.manifest_rows import BlockLocation, Row, locations_of_table, ro
 from ckpt.format.row_index import Integers, RowIndex, index_rows
 from ckpt.state.boxes import Box
 from ckpt.state.dtype_names import numpy_dtype
-from ckpt.storage.base.errors import IntegrityError
+from ckpt.storage.base.errors import CkptError, IntegrityError
 from ckpt.support import arrow_columns
 
 if TYPE_CHECKING:
@@ -156,11 +156,10 @@ class Manifest:
         """Raise IntegrityError if the pieces of a leaf have another number of bytes than its shape needs. where: the step."""
         stored = self.bytes_of_leaves()
         for name, (dtype, shape) in self.leaves().items():
-            nbytes = math.prod(shape) * numpy_dtype(dtype).itemsize
-            if stored[name] != nbytes or min(shape, default=0) < 0:
-                raise IntegrityError(
-                    f"leaf {name} of {where}: the manifest covers {stored[name]:.0f} of {nbytes} bytes; {DAMAGE_ADVICE}"
-                )
+            try:
+                require_whole_leaf(dtype, shape, stored[name])
+            except CkptError as error:
+                raise type(error)(f"leaf {name} of {where}: {error}") from error
 
     # --- rows --------------------------------------------------------------------------------------------------
 
@@ -387,3 +386,13 @@ def _rows_of_rank(pack: pa.ChunkedArray, rank: int | None) -> Integers:
     prefix = f"{rank}-"
     selected: Integers = rows[np.array([name.rpartition("/")[2].startswith(prefix) for name in names])[codes]]
     return selected
+
+
+def require_whole_leaf(dtype: str, shape: Sequence[int], stored_bytes: float) -> None:
+    """Check the bytes of all pieces of a leaf before memory for its shape is allocated. The caller names the leaf.
+
+    Raises IntegrityError if its shape needs another number of bytes, and FormatError for an unknown type.
+    """
+    nbytes = math.prod(shape) * numpy_dtype(dtype).itemsize
+    if stored_bytes != nbytes or min(shape, default=0) < 0:
+        raise IntegrityError(f"the manifest covers {stored_bytes:.0f} of {nbytes} bytes; {DAMAGE_ADVICE}")

@@ -9,18 +9,16 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from ckpt.block_io.read_plan import Target
 from ckpt.errors import DAMAGE_ADVICE, FormatError, LeafMismatch, LeafNotFound
 from ckpt.format.dtype_text import plain_dtype
-from ckpt.format.manifest import Saved
+from ckpt.format.manifest import Saved, require_whole_leaf
 from ckpt.loading.finish_functions import Finish, dataclass_like, fill_scalar, finish_once, tuple_like
 from ckpt.loading.mismatch_errors import first_few, kind_mismatch, naming_leaf, refused_state
 from ckpt.state.alias_notes import RANK_ALIAS, AliasNote, read_alias_notes
-from ckpt.state.dtype_names import numpy_dtype
 from ckpt.state.leaves import as_leaf, empty_leaf
 from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.name_patterns import entries, has_object, select, suggest
@@ -90,13 +88,9 @@ class TargetMatcher:
         finish = self._new_arrays.get(key)
         if finish is None:  # a tied leaf is one array at all its paths
             saved = self._lookup(name, name)
+            stored_bytes = self._stored_bytes().get(name, 0)
             with naming_leaf(name, self._where):
-                nbytes = math.prod(saved.shape) * numpy_dtype(saved.dtype).itemsize
-            if (stored := self._stored_bytes().get(name, 0)) != nbytes:
-                raise IntegrityError(
-                    f"leaf {name} of {self._where}: the manifest covers {stored:.0f} of {nbytes} bytes; {DAMAGE_ADVICE}"
-                )
-            with naming_leaf(name, self._where):
+                require_whole_leaf(saved.dtype, saved.shape, stored_bytes)
                 leaf = empty_leaf(node["kind"], saved.dtype, saved.shape, node)
             finish = self._new_arrays[key] = finish_once(leaf, name)
             self.targets.append((name, leaf))
