@@ -38,7 +38,7 @@ class Region:
 
 
 class Arena:
-    """A ring of `capacity` bytes of page-aligned memory."""
+    """A ring of `capacity_bytes` bytes of page-aligned memory."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = round_up(capacity_bytes)
@@ -56,7 +56,7 @@ class Arena:
     def take(self, nbytes: int, wait: bool = True) -> Region | None:
         """Return a region of at least `nbytes` bytes. Without room, wait for it, or return None if `wait` is false.
 
-        Raises ArenaAbandoned after `abandon`.
+        Raises ArenaAbandoned after `abandon`, and ValueError if the arena has fewer than `nbytes` bytes.
         """
         length = round_up(nbytes)
         if length > self.capacity_bytes:
@@ -201,7 +201,10 @@ pool = ArenaPool()
 
 
 def available_memory() -> int:
-    """Return the bytes that can be allocated without swapping; 8 GiB if the system does not report it."""
+    """Return the bytes that this host can allocate without swapping; 8 GiB if the system does not report it.
+
+    The memory limit of a container or a batch job does not count: Linux reports the memory of the host.
+    """
     try:
         with open("/proc/meminfo") as file:
             for line in file:

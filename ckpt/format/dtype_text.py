@@ -1,4 +1,4 @@
-"""One stored name for each element type: earlier commits have stored unpickled dtypes in the notation of numpy."""
+"""One name for each element type: older versions of ckpt stored the types of unpickled arrays in the notation of numpy."""
 
 from __future__ import annotations
 

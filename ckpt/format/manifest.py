@@ -87,8 +87,9 @@ def join_manifests(manifests: Sequence[Manifest]) -> Manifest:
 class Manifest:
     """The rows of a step. It answers which leaves a step has, and where a box of a leaf is stored.
 
-    Only the column of leaf names is read for all rows; other columns are read from the row groups that a query needs.
-    Several threads may use one manifest.
+    A query by leaf reads the column of leaf names for all rows, and other columns only from the row groups that have its leaves.
+    Several threads may use one manifest. `_leaves`, `_leaf_bytes` and `_row_index` are computed at their first use without a
+    lock: two threads may compute the same value twice.
     """
 
     def __init__(self, groups: Sequence[RowGroup], digest_algorithm: str, where: str) -> None:
@@ -250,7 +251,7 @@ class Manifest:
         return [found[key] for key in sorted(found)]
 
     def stored_bytes(self) -> int:
-        """Return the stored bytes of all blocks, each block counted once."""
+        """Return the stored bytes of all blocks and of the bases of differences, each block counted once."""
         if self._has_bases:
             return sum(row.stored for row in self.by_block())
         order, blocks = self._block_order()

@@ -18,8 +18,8 @@ from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.store import Store, Writer, is_name
 
 PACK_BYTES = 1 << 30
-"""A pack that reaches this size is closed. Retention deletes whole packs only, so one block that is still needed keeps at
-most this many bytes."""
+"""A block that would make a pack longer than this begins a new one. Retention deletes whole packs only, so one block that is
+still needed keeps about this many bytes at most. The zeros between blocks do not count."""
 
 
 @dataclass(frozen=True, slots=True)

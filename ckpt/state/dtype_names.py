@@ -1,7 +1,8 @@
 """Names of element types, the same for every framework: `float32`, `bfloat16`, `float8_e4m3fn`, `int4` …
 
 A type that has no such name (big-endian, text, dates, records) is stored as `numpy:` and numpy's own descr in JSON.
-Elements are stored as in memory: little-endian, and one byte each for the 4-bit and 2-bit types of ml_dtypes.
+Elements are stored as in memory: little-endian unless the descr names another order, and one byte each for the 4-bit and 2-bit
+types of ml_dtypes.
 """
 
 from __future__ import annotations

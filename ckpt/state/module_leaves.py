@@ -12,7 +12,8 @@ class ModuleLeaves:
     """The names of the leaves that are buffers or frozen parameters.
 
     A leaf has the name of the first path to its array. That path may be outside of the module, as in
-    `{"statistics": model.statistics, "model": model}`. A buffer with the memory of a parameter counts as the parameter.
+    `{"statistics": model.statistics, "model": model}`. An array that is a parameter and a buffer, or a frozen and a trained
+    parameter, counts as the entry of the modules that comes first.
     """
 
     def __init__(self) -> None:
@@ -24,8 +25,10 @@ class ModuleLeaves:
 
     @contextmanager
     def inside(self, entries: ModuleEntries, path: str, is_module: bool) -> Iterator[None]:
-        """Count the leaves that are added inside this context as entries of the object at `path`, if it is a module or has
-        buffers."""
+        """Count the leaves that are added inside this context as entries of the object at `path`.
+
+        An object that is no module counts only if it has buffers or frozen parameters.
+        """
         counts = is_module or bool(entries.buffers or entries.frozen)
         for names, found in ((entries.buffers, self.buffers), (entries.frozen, self.frozen)):
             self._set_by_path.update((f"{path}.{name}" if path else name, found) for name in names)

@@ -1,6 +1,7 @@
 """Parts of a state that are code, not data: functions, and the fields that a framework's registration makes static.
 
-A save writes null in place of such a value, and a load keeps the value of `like`.
+Where the framework of an object counts them as static, a save writes null in place of those that cannot be stored, and a load
+keeps those of `like`. Elsewhere, a save refuses a function.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arrays and objects of the frameworks as named bytes; the names of all files of a framework begin with its name.
+"""Arrays and objects of the frameworks as named bytes. A file has the name of its framework; `dtensor` belongs to torch.
 
 Guarantees: a load returns the same dtype, shape and bytes; an array that cannot be stored is refused by name; a save uses only
 frameworks that the process has imported and imports none itself. Used by `ckpt.state` and the packages above it. Of
