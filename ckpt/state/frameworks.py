@@ -123,7 +123,9 @@ def file_of_kind(kind: str) -> ModuleType:
     Raises FormatError for an unknown kind, and LeafMismatch where its framework is not installed.
     """
     if kind not in _KINDS:
-        raise FormatError(f"unknown array kind {kind!r}: update ckpt, or give `like` with arrays of another kind")
+        raise FormatError(
+            f"unknown array kind {kind!r}: install a newer ckpt-store, or give `like` with arrays of another kind"
+        )
     try:
         return importlib.import_module(f"ckpt.state.leaves.{kind}")
     except ImportError as error:
