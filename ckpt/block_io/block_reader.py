@@ -9,8 +9,7 @@ Blocks are read in the order of packs and positions. There are two ways:
 - Under a tuner (`tuned_read_threads.py`), which decides how many requests run at a time and how long they are: blocks from a
   network, and blocks that one process reads, and only once. The latter bypass the page cache (`BlockRead.bypass_cache`). All
   threads take the next block from one queue. The bytes are read into memory on huge pages, and hashed and copied from there in
-  chunks.
-  Chunks that the page cache has are copied from it to where they belong.
+  chunks. Chunks that the page cache has are copied from it to their destinations.
 
 Before a difference is read, a second BlockReader reads and verifies its base, so that an error names the file that is damaged.
 """
@@ -340,7 +339,7 @@ class BlockReader:
         first_cell = (begin - row.cells_begin) // CELL_BYTES
         for i, start in enumerate(range(0, len(data), CELL_BYTES), first_cell):
             if checksum(data[start : start + CELL_BYTES]).to_bytes(8, "little") != row.cells[8 * i : 8 * i + 8]:
-                raise self._damage_error(row, f"cell {i}")
+                raise self._damage_error(row, f"checksum of cell {row.cells_begin // CELL_BYTES + i}")
 
     def _damage_error(self, row: Row, what: str) -> IntegrityError:
         return IntegrityError(
