@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -99,29 +99,30 @@ def build_table(planned: PlannedColumns, blocks: Sequence[StoredBlock]) -> pa.Ta
 
     planned_columns = planned.arrow_columns()
     of_block = planned_columns["block"]
-    shared = list(zip(*blocks, strict=True)) if blocks else [()] * 9
+    values: Iterable[Sequence[Any]] = zip(*blocks, strict=True) if blocks else [()] * len(StoredBlock._fields)
+    block_values = dict(zip(StoredBlock._fields, values, strict=True))
 
-    def spread(column: int, kind: Callable[[Sequence[Any]], pa.Array], missing: object = None) -> pa.Array:
-        """Return a column of `blocks` with one value for each piece; missing: the value for pieces without a block."""
-        return arrow_columns.compute_function("take", kind([missing, *shared[column]]), of_block)
+    def spread(field_name: str, kind: Callable[[Sequence[Any]], pa.Array], missing: object = None) -> pa.Array:
+        """Return a field of `blocks` with one value for each piece; missing: the value for pieces without a block."""
+        return arrow_columns.compute_function("take", kind([missing, *block_values[field_name]]), of_block)
 
-    def numbers(column: int) -> pa.Array:
-        return spread(column, arrow_columns.number_array, 0)
+    def numbers(field_name: str) -> pa.Array:
+        return spread(field_name, arrow_columns.number_array, 0)
 
     columns = {
         **planned_columns,
-        "pack": arrow_columns.dictionary_encoded(spread(0, arrow_columns.text_array)),
-        "position": numbers(1),
-        "stored": numbers(2),
-        "raw": numbers(3),
-        "codec": arrow_columns.dictionary_encoded(spread(4, arrow_columns.text_array)),
-        "digest": spread(5, arrow_columns.binary_array, b""),
-        "checksum": spread(6, lambda values: arrow_columns.number_array(values, "uint64")),
-        "cells": arrow_columns.binary_array(planned.cells_of_pieces(shared[7])),
+        "pack": arrow_columns.dictionary_encoded(spread("pack", arrow_columns.text_array)),
+        "position": numbers("position"),
+        "stored": numbers("stored"),
+        "raw": numbers("raw"),
+        "codec": arrow_columns.dictionary_encoded(spread("codec", arrow_columns.text_array)),
+        "digest": spread("digest", arrow_columns.binary_array, b""),
+        "checksum": spread("checksum", lambda values: arrow_columns.number_array(values, "uint64")),
+        "cells": arrow_columns.binary_array(planned.cells_of_pieces(block_values["cells"])),
     }
-    if not any(shared[8]):
+    if not any(block_values["base"]):
         return pa.table({name: columns[name] for name in manifest_parquet.COLUMNS})
-    columns.update(_base_columns(shared[8], of_block))
+    columns.update(_base_columns(block_values["base"], of_block))
     return pa.table({name: columns[name] for name in manifest_parquet.COLUMNS + manifest_parquet.BASE_COLUMNS})
 
 
