@@ -77,11 +77,14 @@ class RowGroup:
 
 
 def write_table(table: pa.Table, metadata: dict[str, str]) -> bytes:
-    """Return the table as a Parquet file with `metadata` and the format version in its schema."""
+    """Return the table as a Parquet file with `metadata` and the format version in its schema.
+
+    The file is not compressed if a reader would refuse it as too small for its content.
+    """
     data = _as_parquet(table, metadata, "zstd")
     try:
         require_plausible(data)
-    except ValueError:  # long names with much in common shrink so far that no reader would accept the file
+    except ValueError:  # as for long names with much in common
         data = _as_parquet(table, metadata, "none")
     return data
 
@@ -154,7 +157,7 @@ def read_part(data: bytes, where: str) -> pa.Table:
     """Return the table that `write_part` wrote; raise IntegrityError if `data` is not one."""
     import pyarrow as pa
 
-    with _raising_integrity_error(where):
+    with _raising_integrity_error(where, "rank part"):
         require_uncompressed(data)
         table = pa.ipc.open_stream(pa.BufferReader(data)).read_all()
         return _cast_to_specified(_without_dictionaries(table, _max_memory(data)))
@@ -278,7 +281,7 @@ def _without_dictionaries(table: pa.Table, most: int) -> pa.Table:
     encoded = [name for name in BINARY_COLUMNS if name in table.column_names and pa.types.is_dictionary(table[name].type)]
     if not encoded:
         return table
-    import pyarrow.compute as pc
+    import pyarrow.compute as pc  # slow, but ckpt writes no such column: another program wrote this file
 
     total = 0
     for chunk in (chunk for name in encoded for chunk in table[name].chunks):
@@ -293,7 +296,8 @@ def _without_dictionaries(table: pa.Table, most: int) -> pa.Table:
 
 
 @contextmanager
-def _raising_integrity_error(where: str) -> Iterator[None]:
+def _raising_integrity_error(where: str, kind: str = "manifest") -> Iterator[None]:
+    """Raise IntegrityError for the errors of Arrow: the file `where` is not a `kind`."""
     import pyarrow as pa
 
     try:
@@ -301,12 +305,11 @@ def _raising_integrity_error(where: str) -> Iterator[None]:
     except MemoryError:  # also an ArrowException, and no damage
         raise
     except (pa.ArrowException, *_ARROW_ERRORS) as error:
-        raise IntegrityError(f"{where} is not a manifest ({error}); {DAMAGE_ADVICE}") from error
+        raise IntegrityError(f"{where} is not a {kind} ({error}); {DAMAGE_ADVICE}") from error
 
 
 def _cast_to_specified(table: pa.Table) -> pa.Table:
     """Return the table with columns of the specified types; other writers may have used wider or narrower types."""
-
     for i, name in enumerate(table.column_names):
         column = table.column(i)
         kind = _target_type(column.type, name)
