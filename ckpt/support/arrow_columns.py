@@ -1,7 +1,7 @@
 """Convert between Arrow columns and values of numpy and Python, without the calls that import pandas.
 
-`pyarrow.array`, `pyarrow.scalar`, `empty_table` and `to_numpy` are not used, and no numpy array is passed to Arrow's functions:
-each makes Arrow import pandas if it is installed, which takes longer than the first save of a small state.
+`pyarrow.array`, `pyarrow.scalar`, `Schema.empty_table` and `to_numpy` are not used, and no numpy array is passed to Arrow's
+functions: each makes Arrow import pandas if it is installed, which takes longer than the first save of a small state.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     Column: TypeAlias = pa.Array | pa.ChunkedArray
 
 T = TypeVar("T")
+
+_MAX_BYTES = 2**31 - 1
+"""The most bytes of a column of texts or bytes, whose offsets are 32-bit numbers."""
 
 # --- into Arrow --------------------------------------------------------------------------------------------------
 
@@ -63,19 +66,17 @@ def _variable_length_array(kind: pa.DataType, values: Sequence[bytes | None]) ->
     valid = None
     if None in values:
         valid = _bitmap([value is not None for value in values])
-    known = [value or b"" for value in values]
-    ends = np.zeros(len(known) + 1, np.int64)
-    np.cumsum(list(map(len, known)), out=ends[1:])
+    filled = [value or b"" for value in values]
+    ends = np.zeros(len(filled) + 1, np.int64)
+    np.cumsum(list(map(len, filled)), out=ends[1:])
     if ends[-1] > _MAX_BYTES:
         raise StoreError(f"a column of the manifest needs {ends[-1]} bytes, more than {_MAX_BYTES}: save with more ranks")
-    buffers = [valid, pa.py_buffer(ends.astype(np.int32)), pa.py_buffer(b"".join(known))]
-    return pa.Array.from_buffers(kind, len(known), buffers)
-
-
-_MAX_BYTES = 2**31 - 1
+    buffers = [valid, pa.py_buffer(ends.astype(np.int32)), pa.py_buffer(b"".join(filled))]
+    return pa.Array.from_buffers(kind, len(filled), buffers)
 
 
 def _bitmap(flags: Sequence[bool]) -> pa.Buffer:
+    """Return the validity bitmap of an Arrow array."""
     import pyarrow as pa
 
     return pa.py_buffer(np.packbits(np.array(flags, bool), bitorder="little"))
@@ -148,7 +149,7 @@ def list_array_of_flat(flat: npt.NDArray[Any], lengths: Sequence[int] | npt.NDAr
 
 
 def numpy_array(column: Column) -> npt.NDArray[Any]:
-    """Return a column of integers without nulls as a numpy array, without a copy."""
+    """Return a column of integers without nulls as a numpy array. Only a column of several chunks is copied."""
     column = one_chunk(column)
     kind = np.dtype(str(column.type))
     data = column.buffers()[1]
