@@ -20,7 +20,7 @@ _MAPPED_BYTES = 8 << 20
 
 
 class _ChunkMemory:
-    """`_lock` guards the mapping from which the next slice is taken."""
+    """Gives out slices of the newest mapping to all threads, and maps more memory when it is used up."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -49,7 +49,7 @@ def copy_in_chunks(
 ) -> None:  # fmt: skip
     """Copy bytes [begin, end) of a raw block to destinations, in chunks.
 
-    check: called with each chunk, in order, and its first byte.
+    check: called with each chunk, in order, and its position in the raw block.
     chunk_bytes: a multiple of CELL_BYTES.
     """
     sweep = RangeSweep(destinations)

@@ -10,6 +10,8 @@ from ckpt.support.runtime import processor_count
 
 
 class _CopySlots:
+    """Limits how many threads copy at the same time, by a semaphore. A forked child starts with all slots free."""
+
     def __init__(self, count: int) -> None:
         self._count = count
         self._semaphore = threading.BoundedSemaphore(count)

@@ -39,7 +39,7 @@ def run_from_queue(reads: Sequence[BlockRead], work: _Work, target_threads: Call
 
 
 class _ReadThreads:
-    """The threads of one run, among them that of the caller; the first error stops all. `_lock` guards `_unjoined`."""
+    """The threads of one run, among them that of the caller; the first error stops all."""
 
     def __init__(self, work: _Work) -> None:
         self._work = work
@@ -47,12 +47,13 @@ class _ReadThreads:
         """Guards `_unjoined`. A thread starts while it is held, so the caller joins only threads that run."""
         self._unjoined: list[WorkerThread] = []
         self._errors: list[BaseException] = []
+        """Each thread appends its error, without a lock; the caller reads the list after all threads have ended."""
         self._stop = threading.Event()
 
     def start(self, blocks: Iterable[BlockRead]) -> bool:
         """Start a thread that reads these blocks; return False if the system refuses it."""
         worker = WorkerThread(target=self._read, args=(blocks,), name="ckpt-read")
-        with self._lock:  # the caller joins only threads that were started
+        with self._lock:
             self._unjoined.append(worker)
             return try_start(worker)
 
@@ -89,7 +90,7 @@ class _ReadThreads:
 
 
 class _Queue:
-    """The blocks that no thread has taken yet. `_lock` guards all that changes."""
+    """The blocks that no thread has taken yet."""
 
     def __init__(self, reads: Sequence[BlockRead], threads: _ReadThreads, target_threads: Callable[[], int]) -> None:
         self.threads = threads

@@ -38,7 +38,7 @@ class Region:
 
 
 class Arena:
-    """A ring of `capacity_bytes` bytes of page-aligned memory."""
+    """A ring of `capacity_bytes` bytes of page-aligned memory. Several threads may take and give back regions."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = round_up(capacity_bytes)
@@ -129,6 +129,7 @@ def round_up(nbytes: int) -> int:
 
 
 _TOUCH_BYTES = 64 << 20
+"""Bytes that `ArenaPool.prepare` touches before it checks again whether the program has ended."""
 
 
 class ArenaPool:
@@ -139,6 +140,7 @@ class ArenaPool:
         """Guards `_idle`."""
         self._idle: list[Arena] = []
         self._preparing: threading.Thread | None = None
+        """The thread of the last `prepare`. No lock guards it: two calls at once may map an arena each."""
         call_in_forked_child(self.__init__)  # type: ignore[misc]
 
     def borrow(self, capacity_bytes: int) -> Arena:

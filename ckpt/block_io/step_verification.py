@@ -39,7 +39,7 @@ def find_bad_blocks(
     store: Store, algorithm: str, rows: Iterable[Row], where: str, progress: Progress | None = None
 ) -> list[tuple[Row, IntegrityError]]:
     """Read the block of each row and check it as stored and as decoded; return the bad ones with their errors."""
-    bad: list[tuple[Row, IntegrityError]] = []
+    bad: list[tuple[Row, IntegrityError]] = []  # the threads append without a lock; it is read after they have ended
 
     def work(job: Iterable[BlockRead]) -> None:
         worker = BlockReader(store, algorithm, where, progress, "whole")
@@ -54,6 +54,8 @@ def find_bad_blocks(
 
 
 class _NoDestination(ArrayLeaf):
+    """The leaf of a piece that is verified and not copied."""
+
     kind = "none"
     __slots__ = ()
 

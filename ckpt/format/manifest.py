@@ -87,7 +87,7 @@ def join_manifests(manifests: Sequence[Manifest]) -> Manifest:
 class Manifest:
     """The rows of a step. It answers which leaves a step has, and where a box of a leaf is stored.
 
-    A query by leaf reads the column of leaf names for all rows, and other columns only from the row groups that have its leaves.
+    A query by leaf reads the column of leaf names for all rows, and other columns from the row groups that have its leaves.
     Several threads may use one manifest. `_leaves`, `_leaf_bytes` and `_row_index` are computed at their first use without a
     lock: two threads may compute the same value twice.
     """

@@ -78,6 +78,7 @@ class PackWriter:
         self._open_pack: _OpenPack | None = None
         self._count = 0
         self._durable_packs: list[PackFile] = []
+        """Threads append to it with or without the lock; `close` returns it after the last `append`."""
         self._writers = ExitStack()
 
     def append(self, data: memoryview) -> tuple[str, int]:
