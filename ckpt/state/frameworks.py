@@ -14,7 +14,7 @@ and, where the framework has them,
     is_framework_class(kind) -> bool                whether a type is of the framework, though it names another module
     param_groups(value) -> list[dict] | None        of an optimizer whose state numbers its parameters, as torch's does
     is_random_generator(value) -> bool              each rank of a group stores its own
-    as_pytree(value) -> Stateful | None             the same for a value of a class that a user registers with the framework
+    as_pytree(value) -> Stateful | None             as `as_stateful`, for a class that a user registers with the framework
     static_fields(value) -> frozenset[str]          the fields of a dataclass that are no data, but part of the program
     keeps_functions(value) -> bool                  whether functions inside of an object are part of the program
     advice(value) -> str | None                     what to store in place of an object that is refused
@@ -50,7 +50,7 @@ PACKAGES = frozenset(_FILE_OF_PACKAGE)
 _KINDS = frozenset(_FILE_OF_PACKAGE.values()) - {"keras"}  # the arrays of Keras are stored as those of its backend
 
 _files: dict[type, ModuleType | None] = {}
-"""The result of `framework_file` for each type that was asked for."""
+"""By type, the results of `framework_file`."""
 
 _unusable: dict[str, ModuleType] = {}
 """By the file in `ckpt/state/leaves/`: the imported package that it can't use."""

@@ -15,7 +15,7 @@ T = TypeVar("T")
 K = TypeVar("K")
 
 _MAX_WORK = 1 << 20
-"""Limit on numpy's search for a common byte; ordinary views need a few steps."""
+"""The most steps of numpy's search for a common byte; ordinary views need a few."""
 
 
 class AddressRange(NamedTuple, Generic[K]):
@@ -53,7 +53,7 @@ def address_range_of(memory: MemoryLayout, key: K) -> AddressRange[K]:
 
 
 def overlapping_pairs(spans: Sequence[AddressRange[K]]) -> Iterator[tuple[AddressRange[K], AddressRange[K]]]:
-    """Yield the pairs of spans that have a byte in common. spans: all of one device."""
+    """Yield the pairs of spans that have a byte in common, or for which the search takes too long. spans: all of one device."""
     return ((a, b) for a, b in _candidate_pairs(spans) if _share_memory(a.memory, b.memory))
 
 

@@ -25,8 +25,9 @@ class Stateful:
     get: Callable[[], Any]
     set: Callable[[Any], Any]
     like: Callable[[Any, bool], dict[str, Any]] | None = None
-    """Returns the state that a load fills; its arguments are those of `state_dict_like` in
-    `ckpt.loading.target_matching`. It raises TypeError or ValueError if the saved state does not fit."""
+    """Returns the state that a load fills; None to fill what `get` returns. Its arguments are the saved state, with an object
+    with `dtype` and `shape` for each array, and whether a load fills all of it. It raises TypeError or ValueError if the saved
+    state does not fit."""
     replaces: bool = False
     """Whether the object is immutable, so that `set` returns a new object."""
 
@@ -51,14 +52,17 @@ def get_attribute(value: object, name: str) -> Any:
 
 
 def method(value: object, name: str) -> Callable[..., Any] | None:
-    """Return a method that the class defines: attributes of the object may be anything, as those of a generator of nnx."""
+    """Return a method of an object; None if its class does not define it.
+
+    An attribute of the object alone is not returned: it may be anything, as in a generator of flax.nnx.
+    """
     return getattr(value, name) if hasattr(type(value), name) else None
 
 
 def as_stateful(value: Any, path: str) -> Stateful | None:
     """Return the functions that read and set the state of `value`, None if it has no state.
 
-    Raises UnsupportedLeaf if reading its `state_dict` attribute fails, or where its framework keeps its state to itself.
+    Raises UnsupportedLeaf if reading its `state_dict` attribute fails, or where its framework gives no access to the state.
     """
     if isinstance(value, type):
         return None

@@ -86,6 +86,7 @@ class ArrayLeaf(ABC):
     """
 
     kind: ClassVar[str]
+    """Which file makes the array in a load without `like`: numpy, scalar, bytes, or the name of a framework's file."""
 
     __slots__ = ("dtype", "flat", "itemsize", "nbytes", "shape", "value")
 
@@ -103,14 +104,14 @@ class ArrayLeaf(ABC):
 
     @classmethod
     def start_reads(cls, pieces: Sequence[LeafPiece]) -> list[Transfer]:
-        """Begin to `read` each piece. Return the transfers to wait for. All leaves are of this class."""
+        """Begin to read each piece, as `read` does. Return the transfers to wait for. All leaves are of this class."""
         for leaf, box, out in pieces:
             leaf.read(box, out)
         return []
 
     @classmethod
     def write_pieces(cls, pieces: Sequence[LeafPiece]) -> None:
-        """`write` each piece; all leaves are of this class."""
+        """Set the elements of each piece from its bytes, as `write` does. All leaves are of this class."""
         for leaf, box, data in pieces:
             leaf.write(box, data)
 

@@ -114,7 +114,7 @@ _warned: set[str] = set()
 
 
 def _warn_of_dropout(cell: Any) -> None:
-    """Warn once that MindSpore's dropout keeps its random numbers to itself."""
+    """Warn once that MindSpore gives no access to the random numbers of its dropout."""
     if "dropout" in _warned:
         return
     for name, child in cell.cells_and_names():

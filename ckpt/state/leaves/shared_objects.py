@@ -12,7 +12,10 @@ class SharedObject(Protocol):
     """An object that the leaves of a state share."""
 
     def leaves_are_made(self) -> object:
-        """Called when all leaves of the state are made, in the thread that made them. Not called after an error."""
+        """Do what has to follow the last leaf of the state.
+
+        `leaves_of_one_state` calls it once all leaves are made, in the thread that made them, and not after an error.
+        """
 
 
 T = TypeVar("T", bound=SharedObject)

@@ -214,7 +214,7 @@ class TorchLeaf(_TensorLeaf, HostLeaf):
 
 
 class TorchDeviceLeaf(_TensorLeaf):
-    """A tensor on an accelerator. An event waits for the kernels that compute it; the device is never synchronised."""
+    """A tensor on an accelerator. Copies on CUDA wait for the kernels that compute it; no call synchronises the device."""
 
     __slots__ = ("_lazy_view", "_plain", "_ready", "_start")
 
