@@ -62,8 +62,8 @@ def parse_option(option: CodecOption) -> Callable[[str], str | None]:
         for pattern in option:
             if not isinstance(pattern, str):
                 raise InvalidArgument(f"codec: {pattern!r} is not a pattern of leaf names: use a str, such as 'model.*'")
-        rules = [(matcher(pattern), _parse_one(w)) for pattern, w in option.items()]
-        return lambda name: next((w for match, w in rules if match(name)), "auto")
+        rules = [(matcher(pattern), _parse_one(choice)) for pattern, choice in option.items()]
+        return lambda name: next((choice for match, choice in rules if match(name)), "auto")
     only = _parse_one(option)
     return lambda _: only
 

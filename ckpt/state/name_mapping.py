@@ -99,8 +99,8 @@ class _Renamer:
         stateful = as_stateful(like, path)
         assert stateful is not None
         state = state_of(stateful, like, path)
-        if not is_module(like) and (home := self._saved_path(state, path)) in self._saved:
-            return self._rename_parameters(self._saved[home])
+        if not is_module(like) and (saved_path := self._saved_path(state, path)) in self._saved:
+            return self._rename_parameters(self._saved[saved_path])
         if hasattr(type(like), "renamed"):
             state_node = like.renamed(
                 self._tree,

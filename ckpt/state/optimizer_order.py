@@ -141,11 +141,11 @@ def _renumber(state: Node, groups: list[Node], numbers: list[int], current: Sequ
     chosen = []
     for which, members in zip(new_groups(saved, now), now, strict=True):
         names = _dict_value(groups[which], "param_names")
-        position_of = {number: place for place, number in enumerate(saved[which])}
+        position_of = {number: index for index, number in enumerate(saved[which])}
         order = [position_of[number] for number in members]
         changed: dict[str, Node] = {"params": list(members), "param_names": names}
         if isinstance(names, list) and len(names) == len(order):
-            changed["param_names"] = [names[place] for place in order]
+            changed["param_names"] = [names[index] for index in order]
         chosen.append(_replace_values(groups[which], changed))
     entries = _dict_value(state, "state")
     if isinstance(entries, dict) and "dict" in entries:

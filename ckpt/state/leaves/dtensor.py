@@ -36,15 +36,15 @@ def _of_dtensor(value: Any) -> ArrayLeaf:
     extent = tuple(local.shape)
     parts: list[LeafShard] = []
     if (coordinate := mesh.get_coordinate()) is not None:  # else this rank is not in the mesh
-        place = _mesh_position(mesh, placements, tuple(coordinate))
-        for box, within in shard_boxes(shape, place.mesh_shape, place.coordinate, place.splits):
+        position = _mesh_position(mesh, placements, tuple(coordinate))
+        for box, within in shard_boxes(shape, position.mesh_shape, position.coordinate, position.splits):
             leaf = leaf_of(local if within.shape == extent else local[within.slices()])
             if leaf.shape != box.shape:
                 raise TypeError(
                     f"a DTensor of shape {list(shape)} with {list(placements)} has a local tensor of shape {list(extent)}: "
                     "give DTensor.from_local the shape= and stride= of the whole tensor"
                 )
-            parts.append(LeafShard(leaf, box, place.replica))
+            parts.append(LeafShard(leaf, box, position.replica))
     plain = parts[0].leaf if parts else leaf_of(local)
     return ShardedLeaf(value, "torch", shape, plain.dtype, plain.itemsize, parts, torch_attributes(value))
 

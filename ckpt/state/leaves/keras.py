@@ -294,7 +294,7 @@ def _is_torch_module(value: object) -> bool:
 
 
 def own_variables(owner: object, variables: Sequence[Any]) -> dict[str, Any]:
-    """Return variables by the attributes of their owner that have them, or else by their place in the list."""
+    """Return variables by the attributes of their owner that have them, or else by their index in the list."""
     names = _names_of_attributes(owner)
     state: dict[str, Any] = {}
     for i, variable in enumerate(variables):
@@ -376,10 +376,10 @@ def optimizer_state(optimizer: Any, owner: Any) -> dict[str, Any]:
             _add(state, f"variable_{i}", variable)
         else:
             prefix, keys = of_parameter
-            home = state
+            parameter_state = state
             for key in keys:
-                home = home.setdefault(key, {})
-            _add(home, variable.name.removeprefix(prefix), variable)
+                parameter_state = parameter_state.setdefault(key, {})
+            _add(parameter_state, variable.name.removeprefix(prefix), variable)
     return state
 
 
