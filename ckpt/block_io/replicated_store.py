@@ -45,7 +45,10 @@ class ReplicatedStore(Store):
         return self._ask_in_order(lambda store: store.open(name))
 
     def exists(self, name: str) -> bool:
-        """Raises StoreError if no store has the object and a store failed: that store may have it."""
+        """Return whether any store has the object.
+
+        Raises StoreError if no store has it and a store failed: that store may have it.
+        """
         failure: StoreError | None = None
         for store in self.stores:
             try:
@@ -180,11 +183,13 @@ def from_nearest(
 # --- copies that were found bad ----------------------------------------------------------------------------------
 
 _bad_blocks: dict[str, set[tuple[str, int]]] = {}
+"""By URL of a store: the file and the position of each block that this process found damaged there."""
 _bad_blocks_lock = fork_safe_lock()
-"""Guards changes of `_bad_blocks`."""
+"""Guards changes of `_bad_blocks`; `from_nearest` looks up single entries without it."""
 
 
 def _mark_bad(url: str, name: str, position: int) -> None:
+    """Record that a store has a damaged copy of a block."""
     with _bad_blocks_lock:
         _bad_blocks.setdefault(url, set()).add((name, position))
 

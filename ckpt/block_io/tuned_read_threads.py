@@ -43,7 +43,7 @@ class TunedReads:
         return self.tuner.choice.request_bytes
 
     def remember(self) -> None:
-        """Keep what was learned for the next process."""
+        """Keep the choices of the tuner for the next process."""
         remember(self.device)
 
 

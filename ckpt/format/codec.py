@@ -121,5 +121,11 @@ def encode(config: str, raw: Bytes, itemsize: int) -> memoryview:
 
 
 def decode(config: str, stored: memoryview, out: Bytes) -> None:
-    """Decode into `out`; raise IntegrityError if the result has another length. Memory is allocated for that length only."""
+    """Decode `stored` into `out`, with memory for the length of `out` only.
+
+    config: the codec, in JSON.
+
+    Raises FormatError for a codec that is not allowed or not valid, IntegrityError if the result has another length than `out`,
+    and any error of the codec where bytes are damaged.
+    """
     bounded_decode.decode(codec_of(config), json.loads(config), stored, out)

@@ -23,12 +23,12 @@ _SAME_SPEED = 0.03
 _MAX_CODEC_BYTES_PER_SECOND = 3e9
 """No codec encodes faster on one core."""
 
+# The reasons of a choice, as the commit record has them.
 FASTER = "faster"
 NOT_FASTER = "not faster"
 OVER_BUDGET = "takes too much processor time"
 FAST_STORE = "the store is faster than any codec"
 SHORT_SAVE = "the save takes less than a second"
-"""The reasons of a choice, as the commit record has them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def digest(algorithm: str, data: Buffer | Bytes) -> bytes:
-    """Return the digest of any buffer: 16 bytes for xxh3-128, 32 for blake3."""
+    """Return the digest of any buffer: 16 bytes for xxh3-128, 32 for blake3; raise FormatError if blake3 is not installed."""
     if algorithm == "xxh3-128":
         return xxhash.xxh3_128_digest(data)  # type: ignore[arg-type]  # an array is a buffer for mypy from Python 3.12 on
     return _blake3()(data).digest()
@@ -33,7 +33,7 @@ class Hasher(Protocol):
 
 
 def hasher(algorithm: str) -> Hasher:
-    """Return a new hash object."""
+    """Return a new hash object; raise FormatError for blake3 if its package is not installed."""
     return xxhash.xxh3_128() if algorithm == "xxh3-128" else _blake3()()  # type: ignore[return-value]
 
 
@@ -50,7 +50,7 @@ def algorithm_of_hex(text: str | None) -> str:
 def choose_algorithm(option: str, signed: bool) -> str:
     """Return the algorithm of a `digest=` option; "auto" is the fast one, or the cryptographic one if steps are signed.
 
-    Raises InvalidArgument for an unknown or missing algorithm, and for xxh3-128 with signed steps.
+    Raises InvalidArgument for an unknown algorithm, for one whose package is not installed, and for xxh3-128 with signed steps.
     """
     if signed and option == "xxh3-128":
         raise InvalidArgument(

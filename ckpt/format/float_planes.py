@@ -31,8 +31,8 @@ _HEADER = struct.Struct("<BBBBI")
 _ITEM_SIZES = (1, 2, 4, 8)
 _SAMPLE_PARTS, _PART_ELEMENTS = 16, 1024
 _MAX_PLANE_FRACTION = 0.99
-"""A plane whose sample shrinks by less is stored as it is. In other planes, Zstandard stores parts that do not shrink as they
-are, so it is enough if one of several arrays in a block shrinks."""
+"""A plane of whose sample a larger fraction remains is stored as it is. In other planes, Zstandard stores parts that do not
+shrink as they are, so it is enough if one of several arrays in a block shrinks."""
 
 _CHUNK_ELEMENTS = 1 << 17
 """Elements that are split at a time: they and their planes fit into the processor's second cache."""
@@ -42,7 +42,10 @@ Words = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
 
 
 class FloatPlanes(Codec):  # type: ignore[misc]  # numcodecs has no types
-    """Lossless. The type of the buffer that is encoded says how long an element is: 1, 2, 4 or 8 bytes."""
+    """The codec `float_planes`, which is lossless.
+
+    The type of the encoded buffer gives the size of an element: 1, 2, 4 or 8 bytes. Elements of other sizes count as bytes.
+    """
 
     codec_id = "float_planes"
 

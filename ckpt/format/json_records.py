@@ -57,6 +57,7 @@ class CommitRecord:
 
     step: int
     generation: int
+    """The generation of the writer lease under which the step was saved."""
     created: str
     """UTC, ISO 8601."""
     world_size: int

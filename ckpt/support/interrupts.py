@@ -13,7 +13,7 @@ import threading
 from types import FrameType
 
 STATUS = 128 + signal.SIGINT
-
+"""The exit status of an interrupted command."""
 
 _COMMANDS = ("ckpt-inspect", "ckpt-restore", "ckpt-node", "ckpt-mount", "ckpt-run")
 
@@ -22,12 +22,14 @@ def _command() -> str:
     """Return the command that this process runs, as `ckpt-run` or `python -m ckpt.tools.run`; "" for another program."""
     name = os.path.basename(next(iter(getattr(sys, "argv", [])), "")).removesuffix(".exe")
     if name == "-m":
-        module = next((word for word in sys.orig_argv if word.startswith("ckpt.tools.")), "")
+        module = next((argument for argument in sys.orig_argv if argument.startswith("ckpt.tools.")), "")
         name = module.replace("ckpt.tools.", "ckpt-")
     return name if name in _COMMANDS and threading.current_thread() is threading.main_thread() else ""
 
 
 _pending = False
+"""Whether an interrupt has raised KeyboardInterrupt. Set by the signal handler, in the main thread."""
+
 _COMMAND_NAME = _command()
 """Determined during the imports, since a command may change sys.argv later."""
 

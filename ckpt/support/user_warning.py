@@ -17,7 +17,7 @@ def warn_user(message: str) -> None:
 
 
 def _user_stack_level(caller: FrameType) -> int:
-    """The `stacklevel` of warnings.warn, called by a function that `caller` called."""
+    """Return the `stacklevel` for a call of warnings.warn by a function that `caller` called."""
     level, frame = 2, caller
     while frame.f_globals.get("__name__", "").partition(".")[0] in (_PACKAGE, *_WRAPPERS):
         if frame.f_back is None:

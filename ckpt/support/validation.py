@@ -34,7 +34,7 @@ def _checked_integer(name: str, value: object, least: int, what: str) -> int:
 
 
 def checked_every(value: object) -> int | timedelta | Literal["auto"] | None:
-    """Return the option `every`, the interval between saves, if it is valid."""
+    """Return the option `every`, the interval between saves. Raises InvalidArgument if it is not valid."""
     if value is None:
         return None
     if isinstance(value, str) and value == "auto":
@@ -45,7 +45,7 @@ def checked_every(value: object) -> int | timedelta | Literal["auto"] | None:
 
 
 def checked_bytes(name: str, value: object) -> int | None:
-    """Return a limit in bytes, or None, if it is valid."""
+    """Return a limit in bytes, or None. Raises InvalidArgument if it is not a positive whole number."""
     return None if value is None else checked_positive(name, value, "a positive number of bytes, as in 4 << 30, or None")
 
 
