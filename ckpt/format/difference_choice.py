@@ -97,10 +97,12 @@ def choose_differences(
 def automatic_range(step: int, previous_step: int | None, keep_every: int | None) -> int | None:
     """Return how many step numbers share one base; None if this step is stored in full, whatever its number.
 
-    It is if there is no earlier step, or if no range has room for two saves. The interval from the previous step to this one is
-    taken for all intervals. A range begins at each multiple of `keep_every`, and the first step of each so many numbers is the
-    one that `Keep(every=…)` keeps permanently. So it is stored in full and keeps no files of an earlier step on the disk. The
-    step one below a multiple is the one that is kept if the next save is not the multiple, so it is stored in full, too.
+    A step is stored in full if there is no earlier step, or if no range has room for two saves. Each interval between saves is
+    taken to be as long as the one from the previous step to this one.
+
+    keep_every: `Keep.every`, by which the first step of each so many numbers is kept permanently. A range begins at each
+        multiple of it, so that such a step is stored in full and keeps no files of an earlier step on the disk. The step one
+        below a multiple is kept instead if the next save is not the multiple, so it is stored in full, too.
     """
     if previous_step is None or previous_step >= step:
         return None

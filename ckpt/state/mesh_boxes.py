@@ -25,7 +25,10 @@ MeshSplit = tuple[int, int] | None
 def shard_boxes(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], splits: tuple[MeshSplit, ...]
 ) -> list[tuple[Box, Box]]:
-    """Return the boxes of a global array at one coordinate of a mesh, each with its box in the local tensor."""
+    """Return the boxes of a global array at one coordinate of a mesh, each with its box in the local tensor.
+
+    shape: that of the global array. splits: for each dimension of the mesh, how it shards the array.
+    """
     runs: list[list[IndexRun]] = [[(0, n)] for n in shape]
     for cut, size, at in zip(splits, mesh_shape, coordinate, strict=True):
         if cut is not None:

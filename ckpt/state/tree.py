@@ -93,7 +93,7 @@ def flatten(state: Any, rank: int | None = None) -> FlatState:
 
 
 def encode_tree(node: Node, layouts: Sequence[str] = ()) -> bytes:
-    """Return the content of the tree file. layouts: those in which ranks may load their own values of arrays."""
+    """Return the content of the tree file. layouts: the values of `ArrayLeaf.layout` with which ranks load their own values."""
     body = {"format": 1, "tree": node, **({"layouts": list(layouts)} if layouts else {})}
     return json.dumps(body, separators=(",", ":")).encode()
 
@@ -282,8 +282,7 @@ class _Flattener:
                 raise
             raise UnsupportedLeaf(
                 f"leaf {join_path(path, name)}: this field of a {_type_name(type(value))} cannot be read "
-                f"({type(error).__name__}: "
-                f"{first_line(error)}): set it before the save"
+                f"({type(error).__name__}: {first_line(error)}): set it before the save"
             ) from error
 
     def _object(self, stateful: Stateful, value: Any, path: str) -> Node:

@@ -8,7 +8,7 @@ from types import FrameType
 
 _PACKAGE = __name__.partition(".")[0]
 _WRAPPERS = ("contextlib", "functools", "threading")
-"""Modules whose frames lie between two of this package, as those of decorators, or below a thread of it."""
+"""Modules whose frames lie between frames of this package, as those of decorators do, or at the bottom of its threads."""
 
 
 def warn_user(message: str) -> None:

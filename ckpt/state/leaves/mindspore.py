@@ -1,7 +1,7 @@
 """Leaves of MindSpore tensors and parameters: their memory on the host as a numpy array, copies of other memory.
 
-A load writes to the memory itself. `Parameter.set_data()` would give the parameter another memory, while a step that is
-already compiled, as those of MindSpore's optimizers are also in PyNative mode, may continue with the memory that it had.
+A load writes to the memory itself. `Parameter.set_data()` would give the parameter another memory, and a compiled step may
+still use the memory that it had. MindSpore compiles the steps of its optimizers in PyNative mode, too.
 
 The objects of MindSpore that have a state (cells, optimizers, schedules, scalers, generators, iterators) are in
 `mindspore_objects`.
