@@ -157,7 +157,7 @@ def read_part(data: bytes, where: str) -> pa.Table:
     """Return the table that `write_part` wrote; raise IntegrityError if `data` is not one."""
     import pyarrow as pa
 
-    with _raising_integrity_error(where, "rank part", "save the step again"):
+    with _raising_integrity_error(where, "rank part"):
         require_uncompressed(data)
         table = pa.ipc.open_stream(pa.BufferReader(data)).read_all()
         return _cast_to_specified(_without_dictionaries(table, _max_memory(data)))
@@ -296,8 +296,8 @@ def _without_dictionaries(table: pa.Table, most: int) -> pa.Table:
 
 
 @contextmanager
-def _raising_integrity_error(where: str, kind: str = "manifest", advice: str = DAMAGE_ADVICE) -> Iterator[None]:
-    """Raise IntegrityError for the errors of Arrow: the file `where` is not a `kind`. advice: what the user should do."""
+def _raising_integrity_error(where: str, kind: str = "manifest") -> Iterator[None]:
+    """Raise IntegrityError for the errors of Arrow: the file `where` is not a `kind`."""
     import pyarrow as pa
 
     try:
@@ -305,7 +305,7 @@ def _raising_integrity_error(where: str, kind: str = "manifest", advice: str = D
     except MemoryError:  # also an ArrowException, and no damage
         raise
     except (pa.ArrowException, *_ARROW_ERRORS) as error:
-        raise IntegrityError(f"{where} is not a {kind} ({error}); {advice}") from error
+        raise IntegrityError(f"{where} is not a {kind} ({error}); {DAMAGE_ADVICE}") from error
 
 
 def _cast_to_specified(table: pa.Table) -> pa.Table:
