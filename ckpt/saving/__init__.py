@@ -4,6 +4,7 @@ The package is not called `save`, because `ckpt.save` is a function: a package o
 imported.
 
 Guarantees: a step exists only after all of its files are written, and a save that fails leaves the earlier steps as they are.
-Used by `tiers` and the packages above it; it imports `repository` and the packages below it, and never `loading`. Start with
-`pipeline.save`; `block_plan` decides which bytes go into which block, and `committer` makes the step exist.
+Used by `tiers` and the packages above it, and by `training`, which imports only the handle. It imports `repository` and the
+packages below it, and never `loading`. Start with `pipeline.save`; `block_plan` decides which bytes go into which block, and
+`committer` makes the step exist.
 """
