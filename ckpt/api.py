@@ -121,7 +121,10 @@ def save(
         StagingFailed: There was no memory to copy a leaf.
         RepositoryBusy: Another live process writes to the repository.
         AlreadyExists: The step exists, and `overwrite` is False.
-        StoreError: The store failed, for example because the disk is full.
+        FormatError: Something other than a repository is at the URL, or a newer version wrote it.
+        IntegrityError: The marker of the repository is damaged; SignatureError where the step exists and is not signed with
+            `key`.
+        StoreError: The store failed, for example because the disk is full; UnknownScheme where no store serves the URL.
         Fenced: A newer writer has taken over the repository.
         SaveFailed: An earlier save of this process in the background failed; its error is the cause.
         GroupError: The ranks could not meet, or do not agree on the step.
@@ -189,6 +192,7 @@ def load(
         StepNotFound: The repository has no such committed step, or none at all.
         LeafNotFound: `like` has a leaf that the step does not have, or no leaf matches `only`.
         LeafMismatch: A leaf of `like` has another shape, dtype or kind than the saved one.
+        UnsupportedLeaf: The code of an object in `like` failed, such as its state_dict().
         IntegrityError: Stored bytes are damaged; SignatureError where the step is not signed with `key`.
         FormatError: Something other than a repository is at the URL, or a newer version wrote it.
         StoreError: The store failed.
@@ -291,9 +295,11 @@ def open(url: Url | None = None, *, key: KeyOption = None) -> Repository:
         The `Repository`. It reads records and manifests when they are needed.
 
     Raises:
+        InvalidArgument: An argument has a value that makes no sense.
         StepNotFound: Nothing exists at the URL yet.
         FormatError: Something other than a repository is at the URL, or a newer version wrote it.
-        StoreError: The store failed.
+        IntegrityError: The marker of the repository is damaged.
+        StoreError: The store failed; UnknownScheme where no store serves the URL.
     """
     repo = open_repository(resolve_url(url), key)
     repo.check()

@@ -88,6 +88,7 @@ class Checkpointer:
         InvalidArgument: An argument has a value that makes no sense.
         RepositoryBusy: Another live process writes to the repository.
         FormatError: Something other than a repository is at the URL, or a newer version wrote it.
+        IntegrityError: The marker of the repository is damaged.
         StoreError: The store failed; UnknownScheme where no store serves the URL.
         GroupError: The ranks could not meet.
     """
@@ -190,9 +191,12 @@ class Checkpointer:
             StepNotFound: `step` does not exist.
             LeafNotFound: `state` has a leaf that the step does not have.
             LeafMismatch: A leaf of `state` has another shape, dtype or kind than the saved one.
+            UnsupportedLeaf: The code of an object in `state` failed, such as its state_dict().
             IntegrityError: The step is damaged, and was named or `strict` is True; or all steps are damaged.
+            FormatError: A newer version wrote the step.
             SaveFailed: A save that is still running makes no progress.
             StoreError: The store failed.
+            GroupError: The ranks could not communicate, or asked for different steps.
             CkptError: This Checkpointer is closed, or belongs to the parent process.
         """
         check_switch("strict", strict)
@@ -249,9 +253,9 @@ class Checkpointer:
             The handle of the save, or None if no save is due or the loss is bad.
 
         Raises:
-            InvalidArgument: `step` is not a step number.
+            InvalidArgument: `step` is not a step number, or `loss` is not a number.
             SaveFailed: An earlier save failed in the background, and its error is the cause; or it makes no progress.
-            UnsupportedLeaf: A save is due, and the state has a value that can't be stored without pickle.
+            UnsupportedLeaf: The state has a value that can't be stored without pickle. The first call and each save find it.
             SystemExit: `ckpt-run` stops the job. The status is 0, and the step is saved unless its loss is bad.
             CkptError: This Checkpointer is closed, belongs to the parent process, or the save failed; see `ckpt.save`.
         """
