@@ -25,11 +25,11 @@ def can_be_sampled(leaf: ArrayLeaf) -> bool:
 
 
 def sample_block(block: Block, leaves: Sequence[ArrayLeaf]) -> BlockSample:
-    """Return the current sample of each piece of a block. Only host memory is read, and no frozen leaf."""
+    """Return the current sample of each piece of a block. Only host memory is read, and no immutable leaf."""
     found: BlockSample = []
     for index, _, begin, _, nbytes in block.pieces:
         leaf = leaves[index]
-        flat = None if leaf.is_frozen() else leaf.flat
+        flat = None if leaf.is_immutable() else leaf.flat
         found.append(None if flat is None else _ends(flat, begin, begin + nbytes))
     return found
 

@@ -38,7 +38,8 @@ class DeferredBlocks:
 
 
 def find_deferred_blocks(plan: SavePlan, is_deferrable: Callable[[ArrayLeaf], bool] | None) -> DeferredBlocks:
-    """Return the blocks that can be deferred, with samples of their present bytes.
+    """Return the blocks that can be deferred, with samples of their present bytes: those of which each leaf is immutable or
+    deferrable.
 
     is_deferrable: whether the user promises not to change a leaf before `SaveHandle.staged` is set.
     """
@@ -56,7 +57,7 @@ def find_deferred_blocks(plan: SavePlan, is_deferrable: Callable[[ArrayLeaf], bo
 def _is_deferred(plan: SavePlan, block: Block, is_deferrable: Callable[[ArrayLeaf], bool] | None) -> bool:
     leaves = [plan.leaves[piece.leaf] for piece in block.pieces]
     return all(
-        leaf.is_frozen() or (is_deferrable is not None and is_deferrable(leaf) and can_be_sampled(leaf)) for leaf in leaves
+        leaf.is_immutable() or (is_deferrable is not None and is_deferrable(leaf) and can_be_sampled(leaf)) for leaf in leaves
     )
 
 

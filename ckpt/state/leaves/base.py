@@ -150,7 +150,7 @@ class ArrayLeaf(ABC):
         """Return a number that grows with each in-place change; None if the framework does not count changes."""
         return None
 
-    def is_frozen(self) -> bool:
+    def is_immutable(self) -> bool:
         """Return whether nothing can ever change these bytes, so that a save may read them later."""
         return False
 

@@ -64,7 +64,7 @@ class JaxLeaf(NumpyLeaf):
     def attributes(self) -> Mapping[str, str | bool]:
         return _attributes(self._data, self._key)
 
-    def is_frozen(self) -> bool:
+    def is_immutable(self) -> bool:
         # The numpy array keeps a host buffer alive even if jit donates it. Donation would delete a device buffer, but
         # np.asarray has already copied that one.
         return True
@@ -179,7 +179,7 @@ class _HostShard(NumpyLeaf):
 
     __slots__ = ()
 
-    def is_frozen(self) -> bool:
+    def is_immutable(self) -> bool:
         return True
 
 

@@ -92,8 +92,8 @@ class _VariableLeaf(ArrayLeaf):
     def version(self) -> int | None:
         return self._inner.version()
 
-    def is_frozen(self) -> bool:
-        return self._inner.is_frozen()
+    def is_immutable(self) -> bool:
+        return self._inner.is_immutable()
 
     def cuda_device(self) -> Any:
         return self._inner.cuda_device()

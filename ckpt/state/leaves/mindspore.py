@@ -182,7 +182,7 @@ class CopiedTensorLeaf(NumpyLeaf):
     def attributes(self) -> Mapping[str, str | bool]:
         return _attributes(self.value)
 
-    def is_frozen(self) -> bool:
+    def is_immutable(self) -> bool:
         return True  # the numpy array is a copy, which no later step changes
 
     def target(self) -> ArrayLeaf:

@@ -145,8 +145,8 @@ class ShardedLeaf(ArrayLeaf):
     def attributes(self) -> Mapping[str, str | bool]:
         return self._attributes
 
-    def is_frozen(self) -> bool:
-        return all(p.leaf.is_frozen() for p in self._shards)
+    def is_immutable(self) -> bool:
+        return all(p.leaf.is_immutable() for p in self._shards)
 
     def cuda_device(self) -> Any:
         return next((device for p in self._shards if (device := p.leaf.cuda_device()) is not None), None)

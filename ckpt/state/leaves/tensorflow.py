@@ -96,7 +96,7 @@ class TensorLeaf(NumpyLeaf):
             return {}
         return {"variable": True} if self.value.trainable else {"variable": True, "frozen": True}
 
-    def is_frozen(self) -> bool:
+    def is_immutable(self) -> bool:
         return True  # the numpy array references the buffer, so tensorflow changes a copy of it
 
     def target(self) -> ArrayLeaf:

@@ -95,7 +95,7 @@ class _HostShard(NumpyLeaf):
 
     __slots__ = ()
 
-    def is_frozen(self) -> bool:
+    def is_immutable(self) -> bool:
         return True
 
 
