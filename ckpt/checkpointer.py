@@ -283,7 +283,7 @@ class Checkpointer:
         return self._save_unless_bad(step, state, loss, all_tiers=False)
 
     def _idle_window_after(self, step: int, page: heartbeat_page.HeartbeatPage) -> IdleWindow | None:
-        """Return the window in which a step needs only a heartbeat, because no save runs or is due; None if unknown."""
+        """Return the window in which a step needs only a heartbeat, as no save runs or is due; None if a step may need more."""
         under_way = self._last_save is not None and not self._last_save.done()
         if (
             under_way
@@ -467,7 +467,7 @@ class Checkpointer:
 
         optimizers: torch optimizers, or wrappers of them such as those of accelerate.
 
-        The step() of an optimizer then waits until a running save has copied its memory. All other leaves of the state are
+        The step() of an optimizer then waits until a running save has copied its memory. All other leaves that can change are
         still copied before `save` returns. A parameter that something else changes in place during the copy makes that save
         fail with StateChanged, if torch counts the change, or if it changes a whole tensor on the host. A change that torch
         does not count (by `.data` or a numpy view) is not found on a GPU, nor if it changes few elements: see

@@ -1,6 +1,6 @@
 """Pure functions that decide which bytes of a state go into which block, from names, types and shapes alone.
 
-A block is the unit of compression, checksum and reference. It contains a part of one leaf, or several small leaves. If several
+A block is the unit of encoding, digest and deduplication. It contains a part of one leaf, or several small leaves. If several
 ranks have replicas of a shard, each rank writes its share of the bytes (replica_split.py), so that no bytes are written twice.
 Measured on the reference machine: below 4 MiB the cost of a call shows, above 16 MiB staging and writing overlap less.
 """
@@ -94,6 +94,7 @@ def plan_blocks(specs: Sequence[LeafSpec]) -> BlockPlan:
 
 
 _recent_plans: list[tuple[list[LeafSpec], BlockPlan]] = []
+"""The last two plans with their specs, the newest first. No lock: a thread that misses a plan makes it again."""
 
 
 def _plan_blocks(specs: list[LeafSpec]) -> BlockPlan:

@@ -318,6 +318,7 @@ def ranks_on_host(group_size: int) -> int:
 
 
 _tuners: dict[str, CodecTuner] = {}
+"""By file system, or by scheme and host. No lock: `setdefault` gives all threads the same tuner."""
 
 call_in_forked_child(_tuners.clear)  # the threads whose saves they count do not exist in the child
 

@@ -23,7 +23,7 @@ log = logging.getLogger("ckpt")
 
 @dataclass(frozen=True, slots=True)
 class PreviousBlock:
-    """Where a block of the previous step is stored."""
+    """Where a block of an earlier step is stored."""
 
     pack: str
     position: int
@@ -137,7 +137,8 @@ def is_block_intact(
 class PreviousBlockIndex:
     """The blocks of earlier steps to which one attempt may refer. Safe to use from many threads.
 
-    blocks: is updated if a block was read and verified, so that the next attempt need not read it again.
+    blocks: is updated if a block was read and verified, so that the next attempt need not read it again. It has no lock: each
+        entry is replaced as a whole.
     compute_slot: a context that is entered while a block is digested.
     """
 

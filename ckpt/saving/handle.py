@@ -19,7 +19,7 @@ log = logging.getLogger("ckpt")
 
 
 class SaveHandle:
-    """A running save. `ckpt.save(..., blocking=False)` and `Checkpointer.step` return it.
+    """A running save. `ckpt.save(..., blocking=False)` and the methods of `Checkpointer` that save return it.
 
         handle = ckpt.save(state, url, step=10, blocking=False)
         ...
@@ -42,7 +42,8 @@ class SaveHandle:
         self._is_error_seen = False
         self._is_error_superseded = False
         self._lock = threading.Lock()
-        """Guards `_has_ended` and `_callbacks`. `_checkpoint` and `_error` are set once, before `_done`."""
+        """Guards `_has_ended` and `_callbacks`. `_checkpoint` and `_error` are set once, before `_done`; the flags
+        `_is_error_seen` and `_is_error_superseded` only become True."""
         self._has_ended = False
         self._callbacks: list[Callable[[], None]] = []
 

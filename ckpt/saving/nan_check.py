@@ -115,6 +115,7 @@ CheckedBlocks = dict[int, tuple[list[tuple[str, int, int]], list[CheckedRange]]]
 """The pieces and the checked ranges of each block, by its index."""
 
 _recent: list[tuple[object, CheckedBlocks]] = []
+"""The blocks of the last two plans with their ranges, the newest first. No lock: a thread that misses one makes it again."""
 
 
 def checked_ranges_of_plan(blocks: object) -> CheckedBlocks:

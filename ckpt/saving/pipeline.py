@@ -1,8 +1,8 @@
 """The save pipeline: state → leaves → blocks → arena → (codec, digest) → pack → manifest → commit.
 
 Every kind of save takes the same path. During a blocking save the caller waits, staging and writing overlap, and a small arena
-limits the memory. An asynchronous save first stages the whole state, or as much as the memory budget allows, and then writes
-from the arena in the background.
+limits the memory. An asynchronous save first stages all blocks but deferred ones, or as many as the memory budget allows, and
+then writes from the arena in the background.
 
 The stages and their results: `save_plan` (SavePlan) → `staging` (StagedBlock) → `block_writer` (WrittenBlocks) →
 `committer` (Checkpoint). `save_run` has the threads.
@@ -29,7 +29,7 @@ from ckpt.support.runtime import collector_paused
 
 
 def save(session: Session, state: Any, step: int | None, options: Options, blocking: bool) -> SaveHandle:
-    """Save a state as `step`, and return its handle: after the commit if `blocking`, else after staging.
+    """Save a state as `step`, and return its handle: after the commit if `blocking`, else when it is staged.
 
     Every call uses a step number and an attempt, even if it fails at once. The ranks of a group learn of a failure in different
     calls, and their numbers would differ from then on. For the same reason a rank that finds here that an earlier save failed
@@ -38,6 +38,7 @@ def save(session: Session, state: Any, step: int | None, options: Options, block
 
     state: the state, or one that `flatten_state` returned.
     step: its number; None for the number after the newest step.
+    blocking: whether to wait for the commit. If not, deferred blocks are staged after the return.
 
     Raises SaveFailed if an earlier save in the background failed, and the errors of `ckpt.save`.
     """

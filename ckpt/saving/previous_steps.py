@@ -134,7 +134,7 @@ _remembered_blocks: dict[tuple[str, int], tuple[PreviousBlocks, ...]] = {}
 """By URL and rank, the blocks that the last saves of this process wrote or verified, the newest save first and one for each
 copy. A later session of this process uses them."""
 _remembered_lock = fork_safe_lock()
-"""Guards `_remembered_blocks`."""
+"""Guards changes of `_remembered_blocks`."""
 
 
 def _remember_blocks(url_and_rank: tuple[str, int], blocks: PreviousBlocks, copies: int) -> None:

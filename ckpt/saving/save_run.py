@@ -52,11 +52,13 @@ without the pause."""
 class SaveRun:
     """One save attempt. The caller and its helper threads stage, writer threads write, and one thread commits.
 
-    *Deferred* blocks are copied after a background save has returned; the optimizer waits for this copy before it changes
-    them (`Checkpointer.attach`, `deferred_blocks.py`). All other blocks are *eager*: they are copied before the save returns.
+    *Deferred* blocks are copied after a background save has returned: nothing can change them, or the optimizer waits for this
+    copy before it does (`Checkpointer.attach`, `deferred_blocks.py`). All other blocks are *eager*: they are copied before the
+    save returns.
 
     The threads share only objects that are safe to use from many threads: the failure, the arena, the queue of staged blocks,
-    and events. All other attributes are set in `__init__`, or only the committing thread uses them.
+    and events. All other attributes are set in `__init__`, except `_background_thread`, which only the caller uses, and
+    `_copied_seconds`, which it sets for the committing thread.
     """
 
     def __init__(

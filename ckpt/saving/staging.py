@@ -63,7 +63,8 @@ class StagedBlocks:
 
 
 class Stager:
-    """Stages the blocks of one attempt. Many threads may use it: of its attributes, only the queue and the arena change."""
+    """Stages the blocks of one attempt. Many threads may use it: of its attributes, only the queue, the arena and the failure
+    change, and those are safe to use from many threads."""
 
     def __init__(
         self,

@@ -47,7 +47,8 @@ class StagingMemory:
 
     def __init__(self) -> None:
         self.writing_allowed = threading.Event()
-        """Set when the writers may begin: all blocks but deferred ones are staged, the arena is full, or the save failed."""
+        """Set when the writers may begin: at once if the caller waits for the commit or the arena is smaller than the state,
+        otherwise when all blocks but deferred ones are staged, the arena is full, or the save failed."""
         self._arena: Arena | None = None
 
     def borrow(self, nbytes: int, plan: SavePlan, where: str) -> None:

@@ -50,8 +50,10 @@ class Session:
         self.superseded_failure: SaveHandle | None = None
         """The last failed save whose error a later save may supersede, until one succeeds."""
         self._next_step = start.next_step
+        """In a group, the number after its newest save; None without a group. Only the thread that begins saves uses it."""
         self._rank_0_requested_step = start.rank_0_requested_step
         self._noted_lines: set[TrainingLine] = set()
+        """The training lines that the repository has for certain. No lock: a line that is recorded twice does no harm."""
         self._previous_steps = PreviousSteps(repo, group)
         self._lock = threading.Lock()
         """Guards changes of `_pending_saves` and `_spared_steps`. A method that only looks at them takes no lock: nothing is
@@ -61,6 +63,7 @@ class Session:
         self._recent_commits: list[CommittedFiles] = []
         """The last commits, to whose packs other ranks may refer. Guarded by the sweep lock of the lease."""
         self._commits_in_use = 1
+        """How many of them ranks may refer to. Guarded by the same lock."""
 
     def require_same_keys(self, repo: Repository) -> None:
         """Raise InvalidArgument if a saver that joins the session signs with other keys than the session."""

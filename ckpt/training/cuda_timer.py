@@ -28,6 +28,7 @@ class TimedWork:
 
 
 _pending: deque[TimedWork] = deque()
+"""Work that has ended for the host but perhaps not on the device, the oldest first. It is used by the thread that trains."""
 
 
 def is_recording_graph() -> bool:

@@ -53,7 +53,11 @@ stops anyway, because the agent must be dead."""
 
 
 class HeartbeatPage:
-    """The heartbeat page of one rank, mapped from a file."""
+    """The heartbeat page of one rank, mapped from a file. Many threads may use it.
+
+    It has no lock, because a heartbeat must not wait: each field is written in one piece, and a lost count of two heartbeats at
+    the same time does no harm.
+    """
 
     def __init__(self, path: str | os.PathLike[str], *, new: bool = False) -> None:
         """Map the page at `path`.
@@ -143,6 +147,7 @@ class HeartbeatPage:
         self.publish_committed(step)
 
     def publish_loss(self, loss: float) -> None:
+        """Publish the loss of the newest step that has one."""
         self._floats[_LOSS] = loss
 
     def publish_batch(self, batch: int) -> None:

@@ -19,6 +19,7 @@ LEAD_SECONDS = 3.0
 """The least time from a commit to the step that it schedules: several times what a rank takes to see a commit."""
 
 LEAD_STEPS = 3
+"""The steps that are added to `LEAD_SECONDS`."""
 
 FIRST_LEAD_STEPS = 20
 """The lead before a step was measured. A step then takes longer than the whole save, so all ranks see the commit in time."""
@@ -33,7 +34,12 @@ def next_step(now: int, step_seconds: float, interval_seconds: float) -> int:
 
 @dataclass(slots=True)
 class SaveSchedule:
-    """One rank's state of the schedule: the next step to save, if the rank knows it yet."""
+    """One rank's state of the schedule: the next step to save, if the rank knows it yet.
+
+    It has no lock. The training thread calls all methods except `propose_next_step`, which a committing thread of rank 0 calls.
+    That reads the counts of the training thread, and a count that is one step old does no harm. It alone changes `_measured_to`
+    and `_step_seconds`, except that `restored` clears them when no save runs.
+    """
 
     interval_seconds: Callable[[], float]
     """Returns the seconds between two saves; only rank 0 calls it."""
@@ -54,10 +60,8 @@ class SaveSchedule:
             self._started_at, self._current_step = time.monotonic(), step - 1
         else:
             self._stride = math.gcd(self._stride, step - self._current_step)
-        self._current_step, self._step_count = (
-            step,
-            self._step_count + max(1, step - self._current_step),
-        )  # the caller may have left out steps
+        passed = max(1, step - self._current_step)  # more than one if the caller has left out steps
+        self._current_step, self._step_count = step, self._step_count + passed
         if self._last_step is None:
             return True
         if self._pending_save is not None and self._pending_save.done():
