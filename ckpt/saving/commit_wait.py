@@ -16,7 +16,7 @@ from ckpt.groups.base import Group, ranks_text
 from ckpt.repository.group_lease import GroupLease, rank_0_ended_error
 from ckpt.repository.repository import Repository
 from ckpt.repository.writer_lease import Attempt
-from ckpt.saving.failure_reports import ended_ranks, noted_failure, rank_0_error, read_failure
+from ckpt.saving.failure_reports import noted_failure, rank_0_error, ranks_noted_as_ended, read_failure
 from ckpt.saving.rank_part_files import ListedPart, list_parts, other_step_text
 from ckpt.storage.base.call_timeout import WaitTimer
 from ckpt.storage.base.errors import IntegrityError, NotFound
@@ -59,7 +59,7 @@ def gather_parts(
         if (noted := noted_failure(lease, group, attempt)) is not None:
             return noted
         # Read before the parts are listed: those of an ended rank are stored by now.
-        ended = lease.ended_ranks() | ended_ranks(lease, group)
+        ended = lease.ended_ranks() | ranks_noted_as_ended(lease, group)
         if ended and find_all_parts() is None and (missing := sorted(ended - found.keys())):
             return missing_error(missing, f"and {'has' if len(missing) == 1 else 'have'} ended")
         return None
@@ -95,7 +95,7 @@ def await_commit(repo: Repository, lease: GroupLease, group: Group, attempt: Att
     def give_up_error() -> StepRefused | None:
         if (noted := noted_failure(lease, group, attempt)) is not None:
             return noted
-        if ended_ranks(lease, group):
+        if ranks_noted_as_ended(lease, group):
             return rank_0_ended_error(lease.size)
         return lease.rank_0_error()
 
@@ -123,7 +123,7 @@ def _poll(
     while True:
         if (found := find()) is not None:
             return found
-        lease.progress_count += 1
+        lease.count_progress()
         if not (remaining_seconds := timer.remaining_seconds()):
             return None
         if (now := time.monotonic()) >= next_fence_check:

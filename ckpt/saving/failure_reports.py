@@ -121,7 +121,7 @@ def _refusal(failure: Mapping[str, object]) -> StepRefused:
     return error
 
 
-def ended_ranks(lease: GroupLease, group: Group) -> set[int]:
+def ranks_noted_as_ended(lease: GroupLease, group: Group) -> set[int]:
     """Return the rank that has left a note that it ended its saves: on rank 0 the last one of the others, elsewhere rank 0."""
     text = group.note(_end_key(lease, lease.rank != 0)) or b""
     return {int(text)} if text.isdigit() else set()

@@ -100,7 +100,7 @@ class SaveRun:
         try:
             arena_bytes = blocking_arena_bytes(self._plan.total_bytes, self._writer_count, self._options.memory)
             self._memory.borrow(arena_bytes, self._plan, self._where)
-            previous = self._prepare()
+            previous = self._find_previous_blocks()
             staging_thread.start()
             checkpoint = self._write_and_commit(previous, staging_thread, caller_waits=True)
         except BaseException as error:
@@ -167,7 +167,7 @@ class SaveRun:
             self._memory.writing_allowed.wait()
             if self._session.group.size > 1 and not deferred.numbers:
                 time.sleep(min(_YIELD_SECONDS, self._copied_seconds / 2))  # no pause if a full arena started the writers early
-            previous = self._prepare()
+            previous = self._find_previous_blocks()
             staging_thread.start()
             checkpoint = self._write_and_commit(previous, staging_thread, caller_waits=False)
         except BaseException as error:
@@ -211,9 +211,9 @@ class SaveRun:
 
     # --- writing and the commit, in one thread -----------------------------------------------------------------
 
-    def _prepare(self) -> StepBlocks:
-        """Prepare the session before the first file is written; return the blocks to which the step may refer."""
-        self._session.prepare()
+    def _find_previous_blocks(self) -> StepBlocks:
+        """Return the blocks to which the step may refer, after a sweep of temporary files: nothing is written before it."""
+        self._session.sweep_temporaries()
         return self._session.previous_blocks(self._plan.algorithm, self._attempt, self._options.copies)
 
     def _write_and_commit(self, previous: StepBlocks, staging_thread: threading.Thread, *, caller_waits: bool) -> Checkpoint:

@@ -167,7 +167,7 @@ class Session:
 
     # --- previous blocks, and the sweep ------------------------------------------------------------------------
 
-    def prepare(self) -> None:
+    def sweep_temporaries(self) -> None:
         """Delete temporary files of killed writers, before this session writes its first file."""
         if self.group.size == 1:  # in a group, rank 0 has done this when the session began
             self.writer_lease.sweep_temporaries_once()

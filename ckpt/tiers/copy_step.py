@@ -92,7 +92,7 @@ def _promote_save(
             f"kept; {DAMAGE_ADVICE}"
         )
     files_to_sweep.update(commit.files())
-    target.prepare()
+    target.sweep_temporaries()
     attempt = target.group_lease.begin_own_attempt(step)
     try:
         target.pin_packs(attempt, [*commit.files(), commit_name(step)])

@@ -52,7 +52,7 @@ def save(session: Session, state: Any, step: int, options: Options, blocking: bo
     session.add_save(handle, 1)
     checkpoint, error = None, None
     try:
-        session.prepare()
+        session.sweep_temporaries()
         previous = session.previous_blocks(_ALGORITHM, attempt)
         try:
             blocks = _write_blocks(session.repo.store, attempt, arrays, previous)
