@@ -137,9 +137,8 @@ def leave(session: Session, keep: bool = False) -> None:
             failure_reports.note_ended(session.group_lease, session.group)
         if session.has_unseen_error():
             _orphaned_sessions.append(session)
-    if (
-        session.group_lease.rank and not session.group_lease.release()
-    ):  # this lease is not shared, so release it without the lock
+    # Only rank 0 shares its lease with other groups, so another rank releases its own without the lock.
+    if session.group_lease.rank and not session.group_lease.release():
         failure_reports.note_ended(session.group_lease, session.group)
 
 
@@ -177,7 +176,11 @@ def _wait_at_exit() -> None:
 
 @atexit.register
 def _report_at_exit() -> None:
-    """Log saves that failed or make no progress, and then end the program with a status other than 0. Release the leases."""
+    """Log saves that failed or make no progress, and then end the program with a status other than 0.
+
+    Releases the leases of groups, so that no other rank waits for this one. A process that saves alone leaves its record: the
+    next writer on this host sees that the process is dead.
+    """
     failed = False
     for session in [*_sessions.values(), *_orphaned_sessions]:
         try:

@@ -64,7 +64,7 @@ def start_in_group(
 ) -> SessionStart:
     """Return the start of a session of a group. All ranks call it, and communicate only here.
 
-    If rank 0 can't begin, all ranks raise the same error.
+    If rank 0 can't begin, the other ranks raise an error of the same class, or GroupError if the error is not one of ckpt.
 
     shared: the lease that rank 0 has for another group, which the new session shares. A new lease would fence that group.
     prepare: called first, on rank 0.
