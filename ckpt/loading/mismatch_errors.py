@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ckpt.errors import LeafMismatch
+from ckpt.errors import MAX_NAMED_LEAVES, LeafMismatch
 from ckpt.state.tree import Node
 from ckpt.storage.base.errors import CkptError
 
@@ -38,8 +38,9 @@ def refused_state(like: object, path: str, where: str, error: Exception) -> Leaf
 
 
 def first_few(names: list[str]) -> str:
-    """Return the first three names, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    """Return the first MAX_NAMED_LEAVES names, and how many more there are."""
+    more = len(names) - MAX_NAMED_LEAVES
+    return ", ".join(names[:MAX_NAMED_LEAVES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _with_article(name: str) -> str:

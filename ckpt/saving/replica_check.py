@@ -146,7 +146,7 @@ def missing_copies_text(
 
 def _partly_missing_leaves(by_text: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, set[int], set[int]]]:
     """Yield each leaf that only some ranks of a set have, with the ranks that have it and those that lack it."""
-    members = {rank for tellers in by_text.values() for rank in tellers}
+    members = {rank for ranks in by_text.values() for rank in ranks}
     ranks_by_leaf: dict[str, set[int]] = {}
     for text, ranks in by_text.items():
         for name in unpack_names(text):

@@ -137,10 +137,10 @@ def skipped_batches_from_env(environ: Mapping[str, str]) -> Ranges:
 def parse_ranges(text: str) -> Ranges:
     """Return ((120, 121), (340, 340)) for "120-121,340"; raise InvalidArgument for other text."""
     found = []
-    for word in filter(None, map(str.strip, text.split(","))):
-        first, dash, last = word.partition("-")
+    for part in filter(None, map(str.strip, text.split(","))):
+        first, dash, last = part.partition("-")
         if not (first.isdecimal() and (last.isdecimal() if dash else True)) or (dash and int(last) < int(first)):
-            raise InvalidArgument(f"{word!r} names no batches; write numbers and ranges, as in {SKIP_VARIABLE}=120-121,340")
+            raise InvalidArgument(f"{part!r} names no batches; write numbers and ranges, as in {SKIP_VARIABLE}=120-121,340")
         found.append((int(first), int(last or first)))
     return merge_ranges(found)
 
