@@ -255,9 +255,7 @@ def _fill_window(window: SharedWindow, reader: BlockReader, jobs: Iterator[_OwnJ
     """
     with reader:
         while True:
-            with (
-                lock
-            ):  # taken while waiting, so that jobs get slots in the order of blocks: the other threads wait for the lock
+            with lock:  # also while this waits for a slot, so that jobs get slots in the order of blocks
                 own = next(jobs, None)
                 if own is None:
                     return

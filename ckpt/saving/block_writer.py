@@ -147,4 +147,4 @@ def join_written(plan: SavePlan, writers: Iterable[BlockWriter], packs: list[Pac
         referenced |= writer.referenced_packs
     ordered = [rows[number] for number in range(len(plan.blocks))]
     places = {block_place(block, plan.specs): (row.digest, row.raw) for block, row in zip(plan.blocks, ordered, strict=True)}
-    return WrittenBlocks(ordered, blocks, places, referenced, packs)
+    return WrittenBlocks(rows=ordered, blocks=blocks, places=places, referenced_packs=referenced, packs=packs)

@@ -131,12 +131,8 @@ class Committer:
         choices: AutomaticChoices,
     ) -> Checkpoint:
         """Publish the part of this rank; rank 0 then merges all parts and commits, and other ranks wait for the commit."""
-        repo, group_lease, attempt, timeout = (
-            self._session.repo,
-            self._session.group_lease,
-            self._attempt,
-            self._options.timeout,
-        )
+        repo, group_lease = self._session.repo, self._session.group_lease
+        attempt, timeout = self._attempt, self._options.timeout
         with collector_paused():
             metadata = rank_parts.part_metadata(self._tree, self._flat, packs, written_bytes, group_lease, self._digests)
             data = write_part(rows, {**extra, **metadata})

@@ -40,12 +40,10 @@ class LineSaves:
         self._repo = repo
         self._generation = generation
         self._damaged = damaged
-        self._first_step, self._restored_step, self._previous, self._is_new_run = (
-            start.first_step,
-            start.restored_step,
-            start.previous,
-            start.is_new_run,
-        )
+        self._first_step = start.first_step
+        self._restored_step = start.restored_step
+        self._previous = start.previous
+        self._is_new_run = start.is_new_run
         self._lock = threading.Lock()
         """Guards `_line`. It is held while the repository is read, so that it is read once."""
         self._line: TrainingLine | None = None
@@ -96,10 +94,8 @@ class LineSaves:
     def _is_single_line(self) -> bool:
         """Return whether all steps are on one line and the saves continue it, as is usual; reads no commit record."""
         last = self._first_step if self._restored_step is None else self._restored_step
-        if (
-            any(number > last for number in self._repo.step_numbers() if number != self._first_step)
-            or self._repo.line_numbers()
-        ):
+        has_later_step = any(number > last for number in self._repo.step_numbers() if number != self._first_step)
+        if has_later_step or self._repo.line_numbers():
             return False
         return self._restored_step is None or not self._repo.store.exists(commit_name(self._first_step))
 

@@ -55,7 +55,10 @@ class MergedStep:
 
 
 def merge_parts(repo: Repository, step: int, listed: Sequence[ListedPart]) -> MergedStep:
-    """Read, verify and merge the parts; raise StepRefused if they do not make a whole step."""
+    """Read, verify and merge the parts; raise StepRefused if they do not make a complete step.
+
+    Raises SignatureError for a part that no key of rank 0 has signed, and IntegrityError for a damaged part.
+    """
     with _naming_step(step), _refusing_unknown_parts():
         return _merge_parts(repo, listed)
 
@@ -120,16 +123,23 @@ def _merge_parts(repo: Repository, listed: Sequence[ListedPart]) -> MergedStep:
     _require_same_verify(verify)
     descriptions = agreed_descriptions(description_texts)
     require_equal_replicas(copies)
-    if cause := missing_copies_text(
-        sharer_texts, lambda names: _ranks_storing(names, ranks, tables)
-    ):  # checked before the boxes: a missing replica may leave a gap in any leaf
+    # Checked before the boxes, because a missing replica may leave a gap in any leaf.
+    if cause := missing_copies_text(sharer_texts, lambda names: _ranks_storing(names, ranks, tables)):
         raise StepRefused(cause)
     require_equal_samples(samples)
     buffers = merge_buffers(buffer_texts)
     rows = [(rank, table.replace_schema_metadata(None)) for rank, table in zip(ranks, tables, strict=True)]
     table = merge_rows(rows, descriptions, buffers.left_out)
     tree = add_own_ranks(keep_stored_arrays(merge_trees(list(trees.values())), _leaf_names(table)), buffers.ranks)
-    return MergedStep(table, tree, packs, written, next(iter(algorithms)), [part.name for part in listed], buffers)
+    return MergedStep(
+        table=table,
+        tree=tree,
+        packs=packs,
+        written_bytes=written,
+        algorithm=next(iter(algorithms)),
+        part_files=[part.name for part in listed],
+        buffers=buffers,
+    )
 
 
 def _read_parts(repo: Repository, listed: Sequence[ListedPart]) -> list[pa.Table]:
