@@ -129,7 +129,7 @@ class Checkpointer:
         self._last_save_started_at = time.monotonic()
         self._staging_prepared = False
         self._cost_seconds = 0.1  # how long the previous save blocked the loop
-        self._mean_time_to_failure_seconds = mtbf_seconds_from_env()
+        self._mtbf_seconds = mtbf_seconds_from_env()
         self._heartbeat_page = heartbeat_page.own_page()
         if self._heartbeat_page is not None:
             self._heartbeat_page.defer_sigterm()
@@ -144,7 +144,7 @@ class Checkpointer:
         if self._schedule is not None:
             self._options = replace(self._options, propose_next_step=self._schedule.propose_next_step)
         self._last_step: int | None = None
-        self._import_reports_left = 2
+        self._import_reports_left = 2  # one at the first step, and one after the first save
         self._idle_window: IdleWindow | None = None
         self._has_restored_or_saved = False
         self._session: Session | None = (
@@ -456,7 +456,7 @@ class Checkpointer:
     def _interval(self) -> float:
         """Return the seconds between two saves."""
         every: timedelta | Literal["auto"] = self._every if isinstance(self._every, timedelta) else "auto"
-        return interval_seconds(every, self._cost_seconds, self._mean_time_to_failure_seconds)
+        return interval_seconds(every, self._cost_seconds, self._mtbf_seconds)
 
     # --- deferred copies ---------------------------------------------------------------------------------------
 

@@ -20,15 +20,15 @@ MTBF_VARIABLE = "CKPT_MTBF"
 """The environment variable by which `ckpt-run` gives the ranks the mean seconds between two failures of this job."""
 
 
-def daly_interval_seconds(cost_seconds: float, mean_time_to_failure: float = DEFAULT_MTBF_SECONDS) -> float:
+def daly_interval_seconds(cost_seconds: float, mtbf_seconds: float = DEFAULT_MTBF_SECONDS) -> float:
     """Return the seconds of work between two saves with which saves and failures together lose the least time.
 
     cost_seconds: how long a save stops the work.
-    mean_time_to_failure: seconds.
+    mtbf_seconds: the mean seconds between failures.
 
     J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", 2006, equation 37.
     """
-    m, d = mean_time_to_failure, max(cost_seconds, 1e-3)
+    m, d = mtbf_seconds, max(cost_seconds, 1e-3)
     if d >= 2 * m:
         return m
     r = math.sqrt(d / (2 * m))
@@ -59,10 +59,10 @@ def mtbf_seconds_from_env(environ: Mapping[str, str] = os.environ) -> float:
 
 
 def interval_seconds(
-    every: timedelta | Literal["auto"], cost_seconds: float, mean_time_to_failure: float = DEFAULT_MTBF_SECONDS
+    every: timedelta | Literal["auto"], cost_seconds: float, mtbf_seconds: float = DEFAULT_MTBF_SECONDS
 ) -> float:
     """Return the seconds between two saves, each of which stops the work for `cost_seconds`."""
-    return every.total_seconds() if isinstance(every, timedelta) else daly_interval_seconds(cost_seconds, mean_time_to_failure)
+    return every.total_seconds() if isinstance(every, timedelta) else daly_interval_seconds(cost_seconds, mtbf_seconds)
 
 
 def reaches_multiple(step: int, step_before: int | None, every: int) -> bool:
