@@ -125,8 +125,8 @@ class RanksMissing(StepRefused):
     """Some ranks did not publish their part of a step in time."""
 
     given_up: bool = False
-    """Whether rank 0 has announced that it will not commit this save attempt any more. If not, this rank alone has stopped to
-    wait, and rank 0 may still commit."""
+    """Whether rank 0 has announced that it will not commit this save attempt any more. If not, this rank alone has stopped
+    waiting, and rank 0 may still commit."""
 
     @property
     def is_certain(self) -> bool:

@@ -101,7 +101,7 @@ class EncodedDifference(NamedTuple):
 
 
 class TriedDifference(NamedTuple):
-    """What came of the attempt to store a block as a difference."""
+    """The result of computing the difference of a block."""
 
     result: EncodedDifference | None
     """None if the block is to be stored in full."""
