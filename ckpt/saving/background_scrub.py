@@ -16,7 +16,7 @@ from dataclasses import replace
 from ckpt.format.json_records import CommitRecord
 from ckpt.repository.damage_registry import damaged_steps, mark_damaged_in_all_tiers
 from ckpt.repository.repository import Repository, steps_text
-from ckpt.saving.dedup import PreviousBlock, base_of, is_block_intact
+from ckpt.saving.dedup import ContentKey, PreviousBlock, base_of, is_block_intact
 from ckpt.storage.base.errors import CkptError, NotFound
 from ckpt.storage.base.threads import try_start
 from ckpt.support.runtime import lower_thread_priority
@@ -35,8 +35,7 @@ PASS_INTERVAL_SECONDS = 3600.0
 _CLOSE_SECONDS = 2.0
 """How long `close` waits for a read. A read that hangs must not stop the program from ending."""
 
-KeyedBlock = tuple[tuple[bytes, int], PreviousBlock]
-"""Digest and raw length of a block, and the block."""
+KeyedBlock = tuple[ContentKey, PreviousBlock]
 
 
 class _Interrupted(Exception):
@@ -128,7 +127,7 @@ class Scrubber:
         shared = [(key, block) for key, block in found if not block.pack.startswith(own)]
         return sorted(shared, key=lambda it: (it[1].pack, it[1].position))
 
-    def _check(self, key: tuple[bytes, int], block: PreviousBlock) -> bool:
+    def _check(self, key: ContentKey, block: PreviousBlock) -> bool:
         """Read one block; return whether the read was complete, which it is not if a save begins."""
         try:
             is_intact = is_block_intact(self._repo.store, self._algorithm, key, block, self._raise_if_interrupted)

@@ -16,7 +16,7 @@ from ckpt.saving.buffer_shares import BufferDigests
 from ckpt.saving.changing_leaves import ChangingLeaves
 from ckpt.saving.codec_tuner import SaveCodecs
 from ckpt.saving.compute_slots import ComputeSlots
-from ckpt.saving.dedup import BlockPlace, PreviousBlock, PreviousBlockIndex, PreviousBlocks
+from ckpt.saving.dedup import BlockPlace, ContentKey, PreviousBlock, PreviousBlockIndex, PreviousBlocks
 from ckpt.saving.difference_encoder import DifferenceSource
 from ckpt.saving.nan_guard import NanGuard
 from ckpt.saving.save_plan import SavePlan
@@ -49,8 +49,8 @@ class WrittenBlocks:
     """The rows of the manifest, one for each block, in the order of the plan."""
     blocks: PreviousBlocks
     """The same blocks by digest, to which the next step may refer."""
-    places: dict[BlockPlace, tuple[bytes, int]]
-    """Digest and raw length of the block at each place."""
+    places: dict[BlockPlace, ContentKey]
+    """The block at each place."""
     referenced_packs: set[str]
     """The packs of earlier steps to which rows refer."""
     packs: list[PackFile]

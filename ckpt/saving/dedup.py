@@ -38,8 +38,10 @@ class PreviousBlock:
     damaged, and then damage the new step as well."""
 
 
-PreviousBlocks = dict[tuple[bytes, int], PreviousBlock]
-"""Blocks by digest and raw length."""
+ContentKey = tuple[bytes, int]
+"""Digest and raw length of a block. Blocks with equal keys have equal bytes."""
+
+PreviousBlocks = dict[ContentKey, PreviousBlock]
 
 
 class BlockPlace(NamedTuple):
@@ -59,8 +61,8 @@ class StepBlocks(NamedTuple):
     blocks: PreviousBlocks
     packs: dict[str, int]
     """The bytes of each pack of the step, by name."""
-    places: Mapping[BlockPlace, tuple[bytes, int]] = MappingProxyType({})
-    """Digest and raw length of the block at each place."""
+    places: Mapping[BlockPlace, ContentKey] = MappingProxyType({})
+    """The block at each place."""
 
 
 def referable_blocks(newest_first: Sequence[StepBlocks], copies: int) -> StepBlocks:
@@ -91,8 +93,8 @@ def without_packs(step: StepBlocks, unusable: Collection[str]) -> StepBlocks:
     return step._replace(blocks=usable)
 
 
-def base_of(block: PreviousBlock, nbytes: int) -> tuple[tuple[bytes, int], PreviousBlock] | None:
-    """Return digest and raw length of the base of a difference, and the base; None for a block in full.
+def base_of(block: PreviousBlock, nbytes: int) -> tuple[ContentKey, PreviousBlock] | None:
+    """Return the key and the block of the base of a difference; None for a block in full.
 
     nbytes: the raw bytes of the block.
     """
@@ -102,12 +104,11 @@ def base_of(block: PreviousBlock, nbytes: int) -> tuple[tuple[bytes, int], Previ
 
 
 def is_block_intact(
-    store: Store, algorithm: str, key: tuple[bytes, int], block: PreviousBlock,
+    store: Store, algorithm: str, key: ContentKey, block: PreviousBlock,
     compute_slot: Callable[[], AbstractContextManager[object]],
 ) -> bool:  # fmt: skip
     """Return whether a block, with its base, has the bytes that were written. A damaged block is logged. Raises StoreError.
 
-    key: the digest and the raw length of the block.
     compute_slot: a context that is entered while this computes and does not wait for the store.
     """
     stated = StoredBlock(
@@ -151,18 +152,18 @@ class PreviousBlockIndex:
         self._compute_slot = compute_slot
         self._lock = threading.Lock()
         """Guards the following attributes. It is not held while a block is read."""
-        self._bad_blocks: set[tuple[bytes, int]] = set()
+        self._bad_blocks: set[ContentKey] = set()
         self._unreadable_packs: set[str] = set()
 
-    def find(self, key: tuple[bytes, int]) -> PreviousBlock | None:
-        """Return where a block is stored, or None if it must be written. key: its digest and raw length.
+    def find(self, key: ContentKey) -> PreviousBlock | None:
+        """Return where a block is stored, or None if it must be written.
 
         A block that this process has neither written nor read is read and verified first, because it may be damaged.
         """
         previous = self._blocks.get(key)
         return previous if previous is None or previous.is_verified else self._verify(key, previous)
 
-    def _verify(self, key: tuple[bytes, int], previous: PreviousBlock) -> PreviousBlock | None:
+    def _verify(self, key: ContentKey, previous: PreviousBlock) -> PreviousBlock | None:
         with self._lock:
             if key in self._bad_blocks or previous.pack in self._unreadable_packs:
                 return None

@@ -19,7 +19,7 @@ from ckpt.repository.repository import Repository
 from ckpt.saving.buffer_merge import MergedBuffers, merge_buffers
 from ckpt.saving.rank_part_files import ListedPart, signed_bytes
 from ckpt.saving.replica_check import (
-    ReplicaDigests,
+    ReplicaDigest,
     agreed_descriptions,
     missing_copies_text,
     require_equal_replicas,
@@ -98,7 +98,7 @@ def _merge_parts(repo: Repository, listed: Sequence[ListedPart]) -> MergedStep:
     description_texts: dict[str, int] = {}
     sharer_texts: dict[str, list[int]] = {}
     verify: dict[str, list[int]] = {}
-    copies: list[tuple[int, ReplicaDigests]] = []
+    copies: list[tuple[int, list[ReplicaDigest]]] = []
     samples: dict[tuple[str, str], list[int]] = {}
     buffer_texts: list[tuple[int, str]] = []
     for part, table in zip(listed, tables, strict=True):
@@ -114,7 +114,7 @@ def _merge_parts(repo: Repository, listed: Sequence[ListedPart]) -> MergedStep:
         description_texts.setdefault(metadata["held"], part.rank)
         sharer_texts.setdefault(metadata["sharers"], []).append(part.rank)
         verify.setdefault(metadata.get("verify", "false"), []).append(part.rank)
-        copies.append((part.rank, json.loads(metadata.get("copies", "[]"))))
+        copies.append((part.rank, [ReplicaDigest(*one) for one in json.loads(metadata.get("copies", "[]"))]))
         samples.setdefault((metadata["held"], metadata.get("samples", "")), []).append(part.rank)
         buffer_texts.append((part.rank, metadata.get("buffers", "")))
     ranks = [part.rank for part in listed]

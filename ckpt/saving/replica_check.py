@@ -158,8 +158,16 @@ def _partly_missing_leaves(by_text: Mapping[str, Sequence[int]]) -> Iterator[tup
 
 # --- bytes -----------------------------------------------------------------------------------------------------
 
-ReplicaDigests = list[tuple[str, list[int], list[int], str]]
-"""Name, offset, shape and digest of each shard that has several replicas."""
+
+class ReplicaDigest(NamedTuple):
+    """The digest of one replica of a shard. The metadata of a rank part has it as a list."""
+
+    name: str
+    """The name of the leaf."""
+    offset: list[int]
+    """The offset of the shard in the whole array, in elements."""
+    shape: list[int]
+    digest: str
 
 
 class PublishedDigests(NamedTuple):
@@ -167,7 +175,7 @@ class PublishedDigests(NamedTuple):
 
     verify: bool | None
     """The option `verify_replicas`: all bytes (True), none (False), or a sample (None)."""
-    replica_digests: ReplicaDigests
+    replica_digests: list[ReplicaDigest]
     samples: Samples
     shares: BufferShares
     buffer_samples: Samples
@@ -208,7 +216,7 @@ def compute_digests(
 
 def digest_replicas(
     specs: Sequence[LeafSpec], leaves: Sequence[ArrayLeaf], wrapped: Mapping[str, WrappedPart]
-) -> ReplicaDigests:
+) -> list[ReplicaDigest]:
     """Return the digests of all shards of this rank that have several replicas, without the elements that PerRank has.
 
     wrapped: by name, buffers with such elements.
@@ -219,7 +227,7 @@ def digest_replicas(
         if spec.replica is None or not spec.nbytes or (part is not None and part.is_whole):
             continue
         data = _leaf_bytes(leaf) if part is None else part.unwrapped_bytes(_leaf_bytes(leaf))
-        found.append((spec.name, list(spec.offset), list(spec.shape), digest("xxh3-128", data).hex()))
+        found.append(ReplicaDigest(spec.name, list(spec.offset), list(spec.shape), digest("xxh3-128", data).hex()))
     return found
 
 
@@ -231,7 +239,7 @@ def _leaf_bytes(leaf: ArrayLeaf) -> Bytes:
     return out
 
 
-def require_equal_replicas(digests_by_rank: Sequence[tuple[int, ReplicaDigests]]) -> None:
+def require_equal_replicas(digests_by_rank: Sequence[tuple[int, Sequence[ReplicaDigest]]]) -> None:
     """Raise StepRefused for the first shard that differs between two ranks."""
     first: dict[tuple[str, tuple[int, ...], tuple[int, ...]], tuple[int, str]] = {}
     for rank, copies in digests_by_rank:
