@@ -89,7 +89,8 @@ def save(
         Both find damage. Neither protects against somebody who may write to the repository, and so can replace the digests. A
         key protects against that.
     keep: how many of the newest steps to keep, or a `ckpt.Keep`. Older steps are deleted after the commit. None deletes none.
-    memory: bytes of staging memory. A state larger than that is staged in several parts, as fast as the store takes them.
+    memory: bytes of staging memory; two blocks (at most 16 MiB) are used in any case. A state larger than that is staged in
+        several parts, as fast as the store takes them.
     overwrite: whether to replace the step if it exists.
     group: the ranks that save this state together, as an mpi4py communicator, a torch process group or a `ckpt.groups.Group`.
         None means this process alone. "auto" takes the group that is initialised (torch.distributed, jax.distributed, MPI), or
