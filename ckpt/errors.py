@@ -1,4 +1,4 @@
-"""Errors of checkpoints and of groups of ranks; all errors of stores can be imported from here too."""
+"""Errors of checkpoints and of groups of ranks; the errors of stores that users catch can be imported from here too."""
 
 from __future__ import annotations
 
