@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class AttachedOptimizers:
-    """The attached torch optimizers, and the memory of their parameters and moments at the start of the last save."""
+    """The attached torch optimizers, and the memory of their parameters and moments while a save begins.
+
+    Only the training thread uses it.
+    """
 
     def __init__(self, before_step: Callable[..., None]) -> None:
         """before_step: called before each step of an attached optimizer."""

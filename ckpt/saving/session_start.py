@@ -62,7 +62,7 @@ def start_in_group(
     requested_step: RequestedStep,
     prepare: Callable[[], None] | None = None,
 ) -> SessionStart:
-    """Return the start of a session of a group. All ranks call it, and communicate only here.
+    """Return the start of a session of a group. All ranks call it. A save makes no later collective call.
 
     If rank 0 can't begin, the other ranks raise an error of the same class, or GroupError if the error is not one of ckpt.
 

@@ -14,8 +14,8 @@ from ckpt.storage.base.errors import CkptError
 def require_same_step_as_rank_0(session: Session, step: int | None) -> None:
     """Raise InvalidArgument if this rank and rank 0 were asked to save different steps, or only one was given a number.
 
-    The ranks compare this only for the first save of a group, when they communicate. In a later save, rank 0 only finds that
-    parts of other ranks are missing.
+    The ranks compare this only for the first save of a group, in the collective calls of its session. In a later save, rank 0
+    only finds that parts of other ranks are missing.
 
     step: what this rank was asked to save; None if no number was given.
     """

@@ -22,7 +22,10 @@ _MAX_ITEMS = 64
 
 
 class DriftDetector:
-    """Compares the numbers in the trees of the steps of one session."""
+    """Compares the numbers in the trees of the steps of one session.
+
+    The committing threads of rank 0 use it without a lock. If two saves commit at the same time, it may repeat a warning.
+    """
 
     def __init__(self) -> None:
         self._differing_paths: set[NodePath] = set()

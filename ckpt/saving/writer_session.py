@@ -1,7 +1,8 @@
 """The class Session, the saves of one process to one repository: its lease, pending saves, previous blocks.
 
 All savers of one process share one session for a URL (`session_registry.py`), and the last one to leave releases the lease.
-The ranks of a group communicate once, when their session begins (`session_start.py`), and never after that.
+The ranks of a group make collective calls only when their session begins (`session_start.py`). After that they exchange files
+in the store, and notes about failures for which no rank waits (`failure_reports.py`).
 """
 
 from __future__ import annotations
