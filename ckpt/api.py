@@ -17,7 +17,7 @@ from ckpt.groups import as_group
 from ckpt.loading.alias_check import check_aliasing
 from ckpt.loading.finish_functions import Finish
 from ckpt.loading.newest_step_load import load_newest_on_all_ranks
-from ckpt.loading.own_values import read_own_values
+from ckpt.loading.own_values import select_own_values
 from ckpt.loading.rank_agreement import (
     LoadRequest,
     open_agreed_checkpoint,
@@ -276,7 +276,7 @@ def _plan_load(checkpoint: Checkpoint, request: LoadRequest) -> tuple[list[Block
             fill = target_matcher.match(like, tree) or (lambda: like)
             wrapped = split_off_wrapped_values(target_matcher, checkpoint)
             finish = wrapped.write_before(fill)
-            read_own_values(target_matcher, checkpoint, request.group, wrapped.names)
+            select_own_values(target_matcher, checkpoint, request.group, wrapped.names)
         targets = target_matcher.read_targets()
         if like is not None:
             check_aliasing(targets, checkpoint.manifest(), checkpoint.where, target_matcher.aliases)

@@ -14,15 +14,16 @@ from ckpt.storage.base.errors import IntegrityError
 log = logging.getLogger("ckpt")
 
 
-def read_own_values(
+def select_own_values(
     matcher: TargetMatcher, checkpoint: Checkpoint, group: Group, wrapped: Collection[str] = frozenset()
 ) -> None:
     """Change the names of the targets to those of this rank's own values, where it loads these.
 
     wrapped: the names of targets whose elements are those of arrays in PerRank, and so those of this rank.
 
-    In another layout, ranks may need equal values that had different ones: those that share a layer under tensor parallelism.
-    So all ranks load the first rank's value if their number has changed, or if an array is divided in a way that no array was.
+    In another layout, ranks that had different values may need equal ones, such as those that share a layer under tensor
+    parallelism. So all ranks load the first rank's value if the number of ranks has changed, or if an array is divided in a way
+    that no saved array was.
 
     Raises IntegrityError if the manifest lacks a leaf of the tree.
     """
