@@ -125,6 +125,7 @@ class Checkpointer:
             deferrable=self._attached.has, timeout=timeout, verify_replicas=verify_replicas, nan=nan,
             full_every=full_every,
         )  # fmt: skip
+        # Only the thread that trains changes these. A committing thread reads `_cost_seconds`, through `_interval`.
         self._last_save: SaveHandle | None = None
         self._last_save_started_at = time.monotonic()
         self._staging_prepared = False

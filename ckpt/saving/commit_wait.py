@@ -1,7 +1,7 @@
 """The waits of a commit: rank 0 waits for the parts of all ranks, the others for its commit record.
 
 Each wait ends early, with the reason, if a rank has reported a failure, has ended its saves or is dead, or if a newer
-generation of writers has begun. The other ranks look only for the end of rank 0.
+generation of writers has begun. A rank other than 0 looks only at rank 0 for that.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from ckpt.support.user_warning import warn_user
 
 _MAX_SIGNS = 4
 _has_warned = False
+"""No lock: two threads may both warn."""
 
 
 def group_that_saves(group: object) -> Group:

@@ -27,7 +27,7 @@ _orphaned_sessions: list[Session] = []
 """Sessions without users that have an error which the user has not seen."""
 _registry_lock = fork_safe_rlock()
 """Guards the two registries above, the user count of each session, and the release of leases, so that a lease found here is
-not released."""
+not released. The functions that run at the end of the program take no lock: each of them reads a copy of the registries."""
 
 
 def enter(

@@ -27,7 +27,10 @@ class _PendingLoss:
 
 
 class LossMonitor:
-    """Checks the losses of one rank: one on the host at once, one on a device when it is ready, about a step later."""
+    """Checks the losses of one rank: one on the host at once, one on a device when it is ready, about a step later.
+
+    Only the thread that trains uses it.
+    """
 
     def __init__(self, page: HeartbeatPage, spike_detector: SpikeDetector | None) -> None:
         self._heartbeat_page = page
