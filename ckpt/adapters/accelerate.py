@@ -147,7 +147,7 @@ class AttachedAccelerator:
         return start - 1
 
     def _load_with_hooks(self, input_dir: str | None, step: int | None) -> int | None:
-        """Load a step after its hooks are called, as accelerate does it."""
+        """Call the load hooks of the Accelerator, and then load a step, as accelerate does it."""
         _, start = self._saver.restore({"accelerator": None}, step=step)
         if start == 0:
             return None

@@ -84,8 +84,9 @@ class Writer(StepAddressed, StorageWriter):  # type: ignore[misc]  # mypy does n
     those of `ckpt.save`.
 
     Raises:
-        InvalidArgument: An argument has a value that makes no sense. dcp.save raises it for a planner that caches plans, for
-            use_collectives=False, and for another coordinator than rank 0.
+        InvalidArgument: An argument has a value that makes no sense. dcp.save raises it for a `checkpoint_id` that is not a
+            number, for a planner that caches plans or drops their storage_data, for use_collectives=False, and for another
+            coordinator than rank 0.
     """
 
     def __init__(

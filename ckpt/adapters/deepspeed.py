@@ -69,7 +69,7 @@ def attach(
     Raises:
         InvalidArgument: The engine has pipeline, tensor or expert parallelism, partitions on NVMe, or another feature whose
             state ckpt does not save; or an argument of `save_checkpoint` or `load_checkpoint` is not supported.
-        LeafMismatch: At a load, the step has other parameters than the engine. Nothing has changed then.
+        LeafMismatch: At a load, the step does not fit the engine; as for `EngineState`.
         CkptError: As for `ckpt.Checkpointer`.
     """
     check_switch("defer", defer)

@@ -45,7 +45,8 @@ class EngineState:
     Raises:
         InvalidArgument: `parts` has another name; or the engine has pipeline, tensor or expert parallelism, partitions on
             NVMe, or another feature whose state ckpt does not save.
-        LeafMismatch: At a load, if the step does not fit the engine. Nothing has changed then.
+        LeafMismatch: At a load, if the step does not fit the engine. Nothing has changed then, unless the message contains
+            "refused the state": parameters that the engine updates as one were saved with different values, such as steps.
     """
 
     def __init__(

@@ -64,6 +64,7 @@ def save(
     are left out with a warning.
 
     Raises:
+        InvalidArgument: The state has an object of Megatron-Core that is neither a ShardedTensor nor a ShardedObject.
         CheckpointingException: The shards do not cover each tensor exactly once.
         UnsupportedLeaf: The state has an object that can't be stored without pickle.
         CkptError: The save failed; see `ckpt.save`.
@@ -113,7 +114,7 @@ def load(
         The state dict, with the common values of the step.
 
     Raises:
-        InvalidArgument: `strict` has another value.
+        InvalidArgument: `strict` has another value, or `sharded_state_dict` has another object than for `save`.
         StepNotFound: There is no such step.
         LeafNotFound: The step lacks a tensor or object of `sharded_state_dict`.
         LeafMismatch: A tensor has another global shape, and does not have allow_shape_mismatch.

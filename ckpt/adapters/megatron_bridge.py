@@ -34,11 +34,11 @@ class CkptManager(checkpointing.DefaultCheckpointManager):  # type: ignore[misc]
     DIR is the folder `checkpoint.save`. The small files of the Bridge (train state, configuration, trackers) stay in it, so
     that the Bridge finds the newest checkpoint as before. A checkpoint in the format of Megatron-Core is loaded, too.
 
-    A process may be killed at any moment. A tracker gets its new content at once, when the checkpoint is complete, and
-    only then old checkpoints are deleted. A tracker that is torn is made to name the newest complete checkpoint.
+    A process may be killed at any moment. A tracker is replaced in one operation when the checkpoint is complete, and only
+    then old checkpoints are deleted. A load makes a tracker that is torn name the newest complete checkpoint.
 
     checkpoint_config: the configuration `checkpoint` of the Bridge. `most_recent_k` also limits the steps of the repository,
-        which keeps one more. `ckpt_format` must be "torch_dist".
+        which keeps one more, and at least two. `ckpt_format` must be "torch_dist".
 
     Raises:
         InvalidArgument: `ckpt_format` has another value.

@@ -43,7 +43,7 @@ def saved_state(sharded: Any, common: Any, of_all_ranks: Sequence[Sequence[Any]]
 
     sharded: the nested dict of the ShardedTensors and ShardedObjects of this rank.
     common: all other values.
-    of_all_ranks: the ShardedTensors of each rank, without data.
+    of_all_ranks: the ShardedTensors and ShardedObjects of each rank, without data.
     """
     holders: dict[_BoxKey, list[int]] = {}
     for rank, described in enumerate(of_all_ranks):

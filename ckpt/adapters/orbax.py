@@ -92,10 +92,11 @@ class CheckpointManager:
             new values are made.
 
         Returns:
-            The item, or as many as the step has, in a Composite if `args` is one, else in a dict.
+            With a Composite, a Composite of its items. With other arguments, the item. Without `args`, a dict of all items of
+            the step, or the item if it was saved without a Composite.
 
         Raises:
-            FileNotFoundError: There is no step.
+            FileNotFoundError: `step` is None, and the repository has no step.
             InvalidArgument: `args` has another form.
             CkptError: As of `ckpt.load`.
         """
@@ -139,7 +140,7 @@ class CheckpointManager:
         return latest is None or step % getattr(self._options, "save_interval_steps", 1) == 0 or step in (on_steps or ())
 
     def all_steps(self, read: bool = False) -> list[int]:
-        """Return the numbers of the steps, also of one that is being saved; the newest last."""
+        """Return the numbers of the steps, also of one that is being saved; the newest last. read: no effect."""
         try:
             steps = self._checkpointer.repository.steps()
         except StepNotFound:

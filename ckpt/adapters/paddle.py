@@ -41,7 +41,8 @@ class ModelState:
     `group_sharded_parallel` returns (stages 2 and 3). A step of one division is loaded by every other one, and by one process.
 
     Raises:
-        InvalidArgument: At a save or load, if the optimizer has parameters of no layer, or is sharded in another way.
+        InvalidArgument: The optimizer is not one of Paddle, or is sharded in another way; or, at a save or load, it has
+            parameters that the layer lacks.
         LeafMismatch: At a load, if the optimizer is of another kind than the saved one.
     """
 

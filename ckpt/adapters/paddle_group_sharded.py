@@ -37,7 +37,7 @@ class GroupSharding:
     def __init__(self, wrapper: Any, hcg: Any) -> None:
         self._wrapper = wrapper
         self._slices = getattr(wrapper, "_param2buffer", {})
-        """By the name of a parameter: the first and last element of the slice of each rank."""
+        """By the name of a parameter: the first element and the end of the slice of each rank, with the padding."""
         if getattr(wrapper, "offload", False) or getattr(wrapper, "_offload", False):
             raise InvalidArgument("ModelState: group_sharded_parallel(offload=True) is not supported: use it without offload")
         for axis in ("model", "pipe", "sep"):
@@ -48,7 +48,7 @@ class GroupSharding:
                 )
 
     def topology(self) -> tuple[Any, int]:
-        """Return the axes along which the ranks differ, and the number of this rank."""
+        """Return a CommunicateTopology with the axes along which the ranks differ, and the rank of this process."""
         group, others = self._wrapper._group, self._wrapper._dp_group
         here, data = group.ranks[group.rank], [group.ranks[group.rank]] if others is None else others.ranks
         size = paddle.distributed.get_world_size()

@@ -209,7 +209,7 @@ def flat_shard(tensor: Any, part: tuple[int, int], box: Box, shape: tuple[int, .
     """Return the shard of a slice of a flattened box.
 
     tensor: its first elements are the slice.
-    part: the first and the last element of the slice in the box.
+    part: the first element and the end of the slice in the flattened box.
     box: the box of the whole tensor that was flattened.
     shape: of the whole tensor.
     """

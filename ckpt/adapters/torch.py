@@ -61,8 +61,8 @@ class ModelState:
     other stages.
 
     Raises:
-        InvalidArgument: At a save or load, if the model uses FSDP1, two models share a name, an optimizer has a parameter of no
-            model, or `group` is of another type.
+        InvalidArgument: `experts` does not describe the experts of the model. At a save or load, if the model uses FSDP1, two
+            models share a name, an optimizer has a parameter of no model, or `group` is of another type.
         LeafMismatch: At a load, if the parameters of one group were saved with different options.
     """
 

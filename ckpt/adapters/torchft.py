@@ -40,6 +40,10 @@ class CkptTransport(CheckpointTransport[T]):  # type: ignore[misc]
 
     The state has what `ckpt.save` stores: dicts, lists, tuples, tensors and plain values. A received state has new tensors on
     the host, so that nothing of the receiver changes before torchft loads it.
+
+    Raises:
+        InvalidArgument: The environment lacks what `PeerMemory` needs to serve other hosts.
+        StoreError: The memory can't be used.
     """
 
     def __init__(self, state_dict: Callable[[], object] | None = None, host: str | None = None) -> None:

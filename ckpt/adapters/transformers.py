@@ -55,6 +55,7 @@ class CheckpointedTrainer(_Base):  # type: ignore[misc]  # mypy does not look in
         InvalidArgument: At the definition of a class that names the other base class first; at `train`, for FSDP1,
             hyperparameter search, uploads of checkpoints to the hub, and sync_ref_model of TRL with DeepSpeed; after the first
             step, for what `ckpt.adapters.deepspeed` refuses.
+        CkptError: From `train`, as for `ckpt.Checkpointer`.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -184,8 +185,8 @@ class CheckpointedTrainer(_Base):  # type: ignore[misc]  # mypy does not look in
 class CkptTrainer(CheckpointedTrainer, Trainer):  # type: ignore[misc]
     """Trainer of transformers that saves to and resumes from a ckpt repository; see `CheckpointedTrainer`.
 
-    trainer = CkptTrainer(model, args, train_dataset=dataset, ckpt="/data/run")
-    trainer.train(resume_from_checkpoint=True)
+        trainer = CkptTrainer(model, args, train_dataset=dataset, ckpt="/data/run")
+        trainer.train(resume_from_checkpoint=True)
     """
 
 

@@ -3,7 +3,7 @@
 Only the script knows which folder belongs to which position of its loop, and deletes old ones. So each folder has a repository
 of its own, with one step. A new folder gets its name once the step is complete: a script that looks for the newest folder
 after a kill finds none that is incomplete. Before that it is `.NAME.TOKEN.ckpt-incomplete`. The token is new for each save, so
-whoever deletes the folder of a killed process never meets one that another process is filling.
+that a process which gives up and deletes its folder, even late, does not delete the one that its successor is filling.
 """
 
 from __future__ import annotations

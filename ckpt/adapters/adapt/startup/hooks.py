@@ -159,7 +159,7 @@ def _is_launcher() -> bool:
 
 
 def print_once(text: str) -> None:
-    """Print a message once, in rank 0, and only where the hooks act."""
+    """Print a message once, in rank 0, and only in the process in which the hooks act."""
     if _process.id != os.getpid() or text in _process.printed:
         return
     _process.printed.add(text)
