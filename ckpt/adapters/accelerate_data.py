@@ -18,7 +18,7 @@ class LoaderPosition:
     """The position in an epoch of a loader that `prepare` has returned: an entry of a state.
 
     accelerate fetches one batch ahead, so the loop has taken one batch less than were fetched. After the last batch both
-    numbers are equal. A dispatcher fetches the batches of all ranks on rank 0.
+    numbers are equal. A DataLoaderDispatcher ("dispatcher" below) fetches the batches of all ranks on rank 0.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -28,7 +28,7 @@ class LoaderPosition:
         self._running = _Pass(loader, 0, 0)
         self._resume_at: int | None = None  # the number of batches to skip, while a resumed epoch has not begun
         self._has_ended = False  # whether all batches of the resumed epoch were taken
-        self._is_resuming = False
+        self._is_resuming = False  # whether the running pass continues a saved epoch, up to the end of its replay
         self._stateful = bool(getattr(loader, "use_stateful_dataloader", False))
         inner = getattr(loader, "base_dataloader", None)
         self._is_stream = isinstance(getattr(inner, "dataset", None), IterableDataset)
@@ -148,6 +148,7 @@ class LoaderPosition:
         self._is_resuming, self._resume_at = False, None
 
     def _before_next_fetch(self) -> None:
+        """Note the generators before a batch is fetched; in a resumed epoch, set them. It runs in the process of the loop."""
         number = self._running.before + self._running.fetched
         if not self._is_resuming:
             self._random.before_ahead.take()
@@ -157,6 +158,10 @@ class LoaderPosition:
             self._random.before_replay(number, self._resume_at)
 
     def _before_fetch(self, number: int) -> None:
+        """Set the generators of a resumed epoch before the samples of the batch that was fetched ahead are loaded.
+
+        number: how many batches the sampler has given in this epoch.
+        """
         if self._is_resuming and self._resume_at is not None and number == self._resume_at * _batches_of_fetch(self._loader):
             self._random.before_ahead.apply()
 

@@ -27,9 +27,11 @@ def own_generator_states(loaders: Iterable[object]) -> dict[str, Any]:
 
 
 def set_own_generators(loaders: Iterable[object], states: dict[str, Any]) -> None:
-    """Set these generators; those that have no state in `states` stay unchanged.
+    """Set the generators that are attributes of dataloaders and of their parts.
 
-    A generator that its owner makes at the first use does not exist yet. A warning names it, as it can't be set.
+    states: what `own_generator_states` returned. Generators that it lacks stay unchanged.
+
+    An object may make its generator at the first use. Such a generator can't be set before that, and a warning names it.
     """
     parts, existing = set[str](), set[str]()
     for name, part in parts_of_loaders(loaders):

@@ -21,13 +21,13 @@ OTHER_DRAWS = (
     "the stream of samples draws from the global generator of %s, as the training does. The resumed epoch draws other "
     "numbers for it: if they choose samples, give the stream a generator of its own"
 )
-"""What to do where `other_draws` has found names."""
+"""The warning about the names that `other_draws` has returned, which replace the `%s`."""
 
 PERSISTENT_WORKERS = (
     "persistent workers of the data loader continue their random numbers from epoch to epoch, which a resumed run does not "
     "repeat: if the dataset or collator draws there, use {option}"
 )
-"""What a resumed run must know where the loader has persistent workers."""
+"""The warning to a resumed run whose loader has persistent workers; `option` is the setting that turns them off."""
 
 _OWN = "of_loaders"
 _HOST_GENERATORS = ("python", "numpy", "torch")
@@ -82,7 +82,7 @@ class RandomSnapshot(RandomState):
         set_own_generators(self.loaders, self._state.get(_OWN, {}))
 
     def copy_from(self, other: RandomSnapshot) -> None:
-        """Take the generators of another snapshot, and keep those of the loaders if it has no loaders."""
+        """Take the generators of another snapshot. One without loaders leaves the generators of the own loaders as they are."""
         if other.loaders:
             self._state = other._state
         else:
@@ -96,19 +96,20 @@ class RandomSnapshot(RandomState):
 
 
 class EpochRandom:
-    """The random generators at three moments of an epoch."""
+    """The random generators at three moments: the start of the epoch, before the fetch ahead, and now."""
 
     def __init__(self) -> None:
         self.now = RandomSnapshot()
+        """At the last call of `state_dict`, or at the save that was loaded."""
         self.before_ahead = RandomSnapshot()
         """Before the fetch of the batch that is fetched ahead."""
         self._epoch_start = RandomSnapshot()
-        self._generator: Any = None
-        self._order_at_start: Any = None
-        self._replay_start: dict[str, Any] = {}
+        self._generator: Any = None  # the one that accelerate synchronizes over the ranks for the order of an epoch
+        self._order_at_start: Any = None  # its state at the start of the epoch
+        self._replay_start: dict[str, Any] = {}  # the global generators after the first batch of a stream that is read again
 
     def use_order_of(self, loader: object) -> None:
-        """Note the generators from which a loader draws the order of each epoch, if they are no global ones."""
+        """Also keep the generators of a loader and of its parts, such as the one that draws the order of each epoch."""
         for snapshot in (self.now, self.before_ahead, self._epoch_start):
             snapshot.loaders = (getattr(loader, "base_dataloader", loader),)
             snapshot.take()
@@ -156,7 +157,7 @@ class EpochRandom:
             self.before_ahead.apply()
 
     def continue_from_save(self) -> None:
-        """Set the generators to their states at the save; the next batch is fetched from there."""
+        """Set the generators to their states at the save, from which the next batch is fetched."""
         self.now.apply()
         self.before_ahead.copy_from(self.now)
 

@@ -32,11 +32,15 @@ class FetcherPosition:
         self._at_iterator: dict[str, Any] | None = None
         self._at_first_batch: dict[str, Any] | None = None
         self._ahead: dict[str, Any] | None = None
+        """The random state and the states of dataloaders before the fetch of the batch that Lightning fetches ahead."""
         self._counters: dict[int, _IndexCounter] = {}
+        """By the number of the dataloader: counts the sample indices of its current iterator."""
         self._later: dict[str, dict[str, Any]] = {}
         """How often the iterator of a dataloader was made in the epoch, and the random state of the last time."""
         self._later_saved: dict[str, dict[str, Any]] = {}
+        """The `_later` of the saved run, while batches are discarded."""
         self._skipped: ExitStack | None = None
+        """Set while batches are discarded without loading them; its end lets the iterators load again."""
 
     def iterator_begins(self, combined_loader: Any) -> None:
         """Record the random state with which the iterators of an epoch are made."""

@@ -49,10 +49,10 @@ def repeated_epoch_start(trainer: Any, callback_states: dict[str, Any]) -> Itera
 
 
 def _load_again(callback: Any, states: dict[str, Any]) -> None:
-    """Load the saved state of a callback, which its hook may have changed; its next fit is none that is resumed."""
+    """Load the saved state of a callback, which its hook may have changed. `_restarting` stays as it is."""
     state = states.get(callback.state_key, states.get(callback._legacy_state_key))
     if state:
-        is_restarting = getattr(callback, "_restarting", None)  # of BaseFinetuning
+        is_restarting = getattr(callback, "_restarting", None)  # of BaseFinetuning, which sets it in load_state_dict
         callback.load_state_dict(copy.deepcopy(state))
         if is_restarting is not None:
             callback._restarting = is_restarting

@@ -22,7 +22,7 @@ from ckpt.adapters.lightning_end import limits, was_stopped_early
 from ckpt.adapters.lightning_epoch import repeated_epoch_start
 
 Point = Literal["batch", "epoch"]
-"""After which of them a state was saved."""
+"""Where a state was saved: after a batch in the middle of an epoch, or after an epoch."""
 
 
 class LoopPoints:
@@ -32,7 +32,7 @@ class LoopPoints:
     reached: is called with "batch" in the middle of an epoch, and with "epoch" between two epochs.
     restore: returns the checkpoint to resume from, or None. It is called when the Trainer would load one.
     in_trials: returns whether a Tuner or a finder runs trial steps, which are no steps of the training.
-    check_data: as for `FetcherPosition`.
+    check_data: the argument `check` of `FetcherPosition`.
     """
 
     def __init__(
@@ -51,7 +51,8 @@ class LoopPoints:
         self._callback_states: dict[str, Any] = {}
         self._checkpoint: dict[str, Any] | None = None
         """The checkpoint to resume from, until the Trainer has loaded all of it."""
-        self._ends_trials = self._is_stopped_early = False
+        self._ends_trials = False  # whether a finder loads the checkpoint that it made before its trial steps
+        self._is_stopped_early = False
         self._limits = limits(trainer.fit_loop)
         self._trial_fetcher: Any = None
         connector, fit, epoch = trainer._checkpoint_connector, trainer.fit_loop, trainer.fit_loop.epoch_loop

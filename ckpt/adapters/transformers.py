@@ -187,6 +187,8 @@ class CkptTrainer(CheckpointedTrainer, Trainer):  # type: ignore[misc]
 
         trainer = CkptTrainer(model, args, train_dataset=dataset, ckpt="/data/run")
         trainer.train(resume_from_checkpoint=True)
+
+    Arguments and errors are those of `CheckpointedTrainer`.
     """
 
 

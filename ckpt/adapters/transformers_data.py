@@ -29,7 +29,7 @@ class DataPosition:
         self._fetches_of_batch = 1
         self._is_stream = False  # whether a resumed epoch must read its samples again from the start
         self._resume_at: int | None = None  # the number of batches to skip, while a resumed epoch has not begun
-        self._marks_passed = 0
+        self._marks_passed = 0  # of two moments in the fetches of a resumed epoch: before the one ahead, and at the save
 
     def state_dict(self) -> dict[str, Any]:
         found = {"batches": self._taken} | self._random.state_dict()
