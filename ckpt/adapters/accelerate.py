@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ckpt.adapters.accelerate_hooks import ENTRY, call_save_hooks, called_load_hooks
+from ckpt.adapters.accelerate_hooks import HOOK_FILES, call_save_hooks, called_load_hooks
 from ckpt.adapters.accelerate_state import PreparedObjects
 from ckpt.api import load_step
 from ckpt.checkpointer import Checkpointer
@@ -153,8 +153,8 @@ class AttachedAccelerator:
             return None
         repository, number = self._saver.repository, start - 1
         files: dict[str, dict[str, Bytes | None]] = {}
-        if ENTRY in dict(children(repository[number].tree(), "")):  # a save hook was registered
-            files = load_step(repository, number, LoadRequest({ENTRY: None}, group=as_group()))[ENTRY]
+        if HOOK_FILES in dict(children(repository[number].tree(), "")):  # a save hook was registered
+            files = load_step(repository, number, LoadRequest({HOOK_FILES: None}, group=as_group()))[HOOK_FILES]
         with called_load_hooks(self._accelerator, _folder_name(input_dir, number), files):
             return self._load_step(number)
 

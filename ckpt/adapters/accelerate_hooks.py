@@ -19,7 +19,7 @@ from ckpt.state.leaves.base import Bytes
 from ckpt.state.leaves.sharded import Shard
 from ckpt.storage.base.errors import InvalidArgument
 
-ENTRY = "hook_files"
+HOOK_FILES = "hook_files"
 """The entry of a step with the files of hooks: for each rank, a dict of paths and bytes."""
 
 
@@ -43,7 +43,7 @@ def call_save_hooks(accelerator: Any, name: str) -> dict[str, dict[str, dict[str
                 "a hook of register_save_state_pre_hook has changed the weights, but a step has those of the models: let it "
                 "write its own file, or change the model"
             )
-        return {ENTRY: {str(as_group().rank): dict(_read_files(folder))}}
+        return {HOOK_FILES: {str(as_group().rank): dict(_read_files(folder))}}
 
 
 def _whole_models(accelerator: Any) -> list[Any]:

@@ -53,7 +53,7 @@ class EngineState:
         self, engine: Any, *, parts: Collection[str] = _PARTS, strict: bool = True, exclude_frozen: bool = False,
         tag: str | None = None, client_state: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        require_supported(engine)
+        _require_supported(engine)
         if unknown := set(parts) - set(_PARTS):
             raise InvalidArgument(f"EngineState has no part {min(unknown)!r}: use {', '.join(_PARTS)}")
         self._engine, self._parts, self._strict = engine, parts, strict
@@ -274,7 +274,7 @@ class EngineState:
                 setattr(scaler, name, value)
 
 
-def require_supported(engine: Any) -> None:
+def _require_supported(engine: Any) -> None:
     """Raise InvalidArgument for an engine whose state this adapter can't name."""
     if hasattr(engine, "num_stages"):
         raise InvalidArgument(

@@ -23,7 +23,7 @@ from ckpt.adapters.lightning_finetuning import freeze_parts
 from ckpt.adapters.lightning_io import CkptIO as CkptIO
 from ckpt.adapters.lightning_io import fabric_plugin_checks, plugin_checks
 from ckpt.adapters.lightning_loops import LoopPoints, Point
-from ckpt.adapters.lightning_state import TrainerState, is_sharded, require_supported_strategy, sharded_model
+from ckpt.adapters.lightning_state import TrainerState, divides_model, require_supported_strategy, sharded_model
 from ckpt.checkpointer import Checkpointer
 from ckpt.errors import FormatError, LeafNotFound
 from ckpt.repository.repository import DIRECTORY_VARIABLE, Url
@@ -184,14 +184,14 @@ class Checkpoints:
 
     def _entries(self) -> object:
         """Return what is saved: the checkpoint of Lightning, and separately a model that is sharded over the ranks."""
-        if not is_sharded(self._trainer.strategy):
+        if not divides_model(self._trainer.strategy):
             return self._state
         return {"trainer": self._state, "train": sharded_model(self._trainer)}
 
     def _load(self) -> tuple[Any, int]:
         """Return the checkpoint of the newest complete step and the number of the next; a sharded model is filled in place."""
         assert self._checkpointer is not None
-        if not is_sharded(self._trainer.strategy):
+        if not divides_model(self._trainer.strategy):
             return self._checkpointer.restore(None)
         try:
             entries, start = self._checkpointer.restore({"trainer": None, "train": sharded_model(self._trainer)})

@@ -44,7 +44,7 @@ class TrainerState:
     def state_dict(self) -> dict[str, Any]:
         """Return the model, optimizers, schedulers, loops, callbacks and random state, without a copy."""
         strategy = self._trainer.strategy
-        with _without_model(strategy) if is_sharded(strategy) else nullcontext():
+        with _without_model(strategy) if divides_model(strategy) else nullcontext():
             checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         found = {key: value if key in _SHARED else _own_small_tensors(value) for key, value in checkpoint.items()}
         found = storable(found, self._left_out)
@@ -62,7 +62,7 @@ class TrainerState:
 
     def members(self) -> ModuleEntries:
         """Return the names in `state_dict` of buffers, which may differ between ranks, and of frozen parameters."""
-        if is_sharded(self._trainer.strategy):
+        if divides_model(self._trainer.strategy):
             return ModuleEntries([], [])
         entries = module_entries(self._trainer.lightning_module)
         return ModuleEntries(*([f"state_dict.{name}" for name in names] for names in entries))
@@ -75,7 +75,7 @@ def sharded_model(trainer: Any) -> ModelState | EngineState:
     return ModelState(trainer.lightning_module, trainer.optimizers, group="auto" if trainer.world_size > 1 else None)
 
 
-def is_sharded(strategy: object) -> bool:
+def divides_model(strategy: object) -> bool:
     """Return whether a strategy of Lightning keeps only a part of the model on each rank."""
     return uses_deepspeed(strategy) or is_a(strategy, _SHARDED_STRATEGY)
 
