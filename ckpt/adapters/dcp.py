@@ -61,7 +61,10 @@ from ckpt.storage.base.errors import CkptError, InvalidArgument
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pickled:
-    """The bytes that torch.save wrote for a value. This package never unpickles them."""
+    """The bytes that torch.save wrote for a value. This package never unpickles them.
+
+    Steps store the module and the name of this class, by which a load finds it: neither may change.
+    """
 
     data: bytes
 
