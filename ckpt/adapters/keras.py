@@ -328,4 +328,4 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 _urls_of_ended_fits: set[str] = set()
-"""The repositories of the fits that have ended in this process."""
+"""The repositories of the fits that have ended in this process. No lock guards it, because URLs are only added."""

@@ -263,7 +263,8 @@ def fabric_callbacks() -> list[object]:
 
 _SWITCH = "CKPT_LIGHTNING"
 _trainer_of_environment: list[weakref.ref[Any]] = []
-"""A weak reference to the Trainer whose fit uses CKPT_DIR: another Trainer of the process must not resume from its steps."""
+"""A weak reference to the Trainer whose fit uses CKPT_DIR: another Trainer of the process must not resume from its steps.
+No lock guards it, because a process runs one fit at a time."""
 
 
 def _may_use_environment(callback: Checkpoints, trainer: Any) -> bool:

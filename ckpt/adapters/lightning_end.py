@@ -32,7 +32,8 @@ def _is_reached(number: int, limit: int | None) -> bool:
 
 
 _models: dict[str, weakref.ref[Any]] = {}
-"""The model of the last fit that has ended in this process, by the URL of the repository."""
+"""The model of the last fit that has ended in this process, by the URL of the repository.
+No lock guards it, because entries are only added or replaced."""
 
 
 def note_end(url: str, model: Any) -> None:

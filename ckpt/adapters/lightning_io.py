@@ -123,7 +123,7 @@ class CkptIO:
 
 
 _is_used: list[bool] = []
-"""Not empty once a CkptIO was made."""
+"""Not empty once a CkptIO was made. No lock guards it, because it is only added to."""
 
 
 class _PluginCheck:

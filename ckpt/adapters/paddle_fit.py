@@ -304,7 +304,7 @@ class Checkpoints(paddle.callbacks.Callback):  # type: ignore[misc]  # mypy does
 
 
 _urls_of_ended_fits: set[str] = set()
-"""The repositories of the fits that have ended in this process."""
+"""The repositories of the fits that have ended in this process. No lock guards it, because URLs are only added."""
 
 
 def _locals_of_fit(model: object) -> dict[str, Any]:

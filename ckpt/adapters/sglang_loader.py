@@ -42,7 +42,8 @@ class StepLoader(DefaultModelLoader):  # type: ignore[misc]
     """
 
     _models: dict[str, _Loaded] = {}
-    """By the path of the model."""
+    """By the path of the model; all loaders of the process share it. No lock guards it, because entries are only added or
+    replaced."""
 
     def __init__(self, load_config: Any) -> None:
         self._options = ServedStep.from_options(load_config.model_loader_extra_config or {})

@@ -50,15 +50,18 @@ class Hook:
     function: str
     """`module:function` of ckpt, which is called with the original method and the arguments of the call."""
     effect: str
+    """What `--adapt` does there, for `ckpt-run --adapt=list`."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A framework that is not adapted."""
+    """A framework whose own loops are not adapted."""
 
     name: str
+    """What users call it."""
     module: str
     reason: str
+    """Why it is not adapted, and what to do instead."""
 
 
 HOOKS = (
@@ -81,6 +84,7 @@ HOOKS = (
 )  # fmt: skip
 
 LIGHTNING = "Trainer.fit saves to CKPT_DIR and resumes, by the entry point of Lightning"
+"""What `--adapt` does for Lightning, which has no hook here."""
 
 _POSITION = "only the script knows where its loop is: use ckpt.Checkpointer in it"
 
@@ -101,20 +105,28 @@ _REFUSED_AT_IMPORT = {
     "tf_keras",
 }  # adapted frameworks import the others too, so their import shows nothing
 _OWN_USES = {"ckpt.api", "ckpt.checkpointer"}
+"""Modules whose import shows that the script uses ckpt itself; `ckpt.adapters.*` are others."""
 
 
 @dataclass
 class _Process:
-    """What has happened in this process."""
+    """What has happened in this process.
+
+    No lock guards it: the hooks assume that one thread at a time calls wrapped methods. Imports in other threads only set
+    `uses_ckpt` and add to `printed`.
+    """
 
     id: int = 0
     """The process in which the hooks act; 0 in the fork server."""
     uses_ckpt: bool = False
+    """Whether the script itself has imported ckpt, so that the hooks rest."""
     importing: int = 0
     """How many imports of ckpt by the hooks are running."""
     printed: set[str] = field(default_factory=set)
     trainings: int = 0
+    """How many training runs have begun, without those inside of another one."""
     is_training: bool = False
+    """Whether a training run with a repository is running."""
 
 
 _process = _Process()
@@ -211,6 +223,7 @@ def importing_ckpt() -> Iterator[None]:
 
 
 _MOST_TRAININGS = 8
+"""How many training runs of a script get a repository."""
 
 
 @contextlib.contextmanager
