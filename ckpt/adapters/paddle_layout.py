@@ -147,7 +147,7 @@ class Layout:
         axis = getattr(tensor, "split_axis", self._known_axes.get(id(tensor)))
         if axis is None:
             raise InvalidArgument(
-                f"ModelState: the parameter {tensor.name} has is_distributed and no split_axis, so its place in the whole one "
+                f"ModelState: the parameter {tensor.name} has is_distributed and no split_axis, so its box in the whole one "
                 "is unknown: set split_axis to the axis along which the ranks divide it"
             )
         return int(axis)
@@ -259,10 +259,12 @@ class OptimizerPart:
     def _is_count(self, key: str, tensor: Any) -> bool:
         local = list(self._whole.shape) if self._slice is None else [self._slice[1] - self._slice[0]]
         shape = list(tensor.shape)
-        return math.prod(shape) == 1 and (any(word in key for word in _COUNTS) or shape != local)
+        return math.prod(shape) == 1 and (any(part in key for part in _COUNTS) or shape != local)
 
 
 class _Unsplit:
+    """Stands for a parameter that tensor parallelism does not divide."""
+
     is_distributed = False
 
 

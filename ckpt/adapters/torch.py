@@ -126,9 +126,9 @@ class ModelState:
         if self._optimizers:
             saved_parameters = dict(saved_parameter_states(tree, ""))
             found = {name: saved_parameters.get(saved_name(f"model.{name}")) for name in state["optimizer"]["group_of"]}
-            known = {name: home for name, home in found.items() if home is not None}
-            if known:
-                parts.append(["optimizer", optimizer_node(known)])
+            saved_states = {name: state for name, state in found.items() if state is not None}
+            if saved_states:
+                parts.append(["optimizer", optimizer_node(saved_states)])
         return {"dict": parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -261,8 +261,9 @@ class ModelState:
         return {"state": placed(state["state"]), "group_of": state["group_of"], "groups": placed(state["groups"])}
 
     def _placed(self, name: str, value: Any, is_stored_whole: bool = False, parameter: Any = None) -> Any:
-        """Return a tensor of the model, or of the state of a parameter, with its part of the whole array and the ranks of its
-        replicas, if neither its type nor the rules for plain arrays determine them.
+        """Return a tensor with its part of the whole array and the ranks of its replicas.
+
+        The tensor stays as it is where its type, or the rules for plain arrays, determine them.
 
         name: the name of the tensor, parameter or group of parameters in the whole model.
         is_stored_whole: whether the replicas may differ, so that the first rank stores all of its replica.

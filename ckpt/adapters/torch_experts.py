@@ -1,4 +1,4 @@
-"""Global names and places of the experts of a mixture (MoE) whose ranks have different experts under equal local names."""
+"""Global names and positions of the experts of a mixture (MoE) whose ranks have different experts under equal local names."""
 
 from __future__ import annotations
 
@@ -77,6 +77,7 @@ class _Rule:
     ranks: tuple[int, ...]
     """The ranks that divide the experts, in the order of the experts."""
     position: int
+    """That of this rank in `ranks`."""
     copies: tuple[int, ...] | None
     """None if they cannot be derived."""
     are_derived: bool
@@ -84,11 +85,12 @@ class _Rule:
     axis: int
 
     def error(self, what: str) -> InvalidArgument:
+        """Return the error for a model that the pattern does not fit. what: the reason, and what to do."""
         return InvalidArgument(f"ModelState: experts={{{self.pattern.pattern!r}: …}}: {what}")
 
 
 class ExpertNames:
-    """The places of all tensors of a model, by their local names and by their names in the whole model."""
+    """The `ExpertTensor` of each tensor of a model, by its local name and by its name in the whole model."""
 
     def __init__(self, experts: Mapping[str, object] | None, model_group: object) -> None:
         self._rules = [_rule(pattern, value, model_group) for pattern, value in (experts or {}).items()]
@@ -96,7 +98,7 @@ class ExpertNames:
         self._by_name: dict[str, ExpertTensor] = {}
 
     def learn(self, names: Sequence[str]) -> None:
-        """Determine the places of all tensors of the model, given by their local names; all must be given in one call."""
+        """Find the expert tensors among the tensors of the model. One call gets the local names of all of them."""
         if not self._rules or all(name in self._by_local_name for name in names):
             return
         found = {name: next(((rule, m) for rule in self._rules if (m := _find(rule, name))), None) for name in names}

@@ -1,4 +1,4 @@
-"""Torch tensors with the ranks of their copies, where neither their type nor the rules for plain arrays determine these."""
+"""Torch tensors with the ranks of their replicas, where neither their type nor the rules for plain arrays determine these."""
 
 from __future__ import annotations
 
