@@ -20,7 +20,7 @@ from ckpt.state.leaves.sharded import Shard
 from ckpt.storage.base.errors import InvalidArgument
 
 HOOK_FILES = "hook_files"
-"""The entry of a step with the files of hooks: for each rank, a dict of paths and bytes."""
+"""The entry of a step with the files of hooks: for each rank, the bytes of each file by its path."""
 
 
 def call_save_hooks(accelerator: Any, name: str) -> dict[str, dict[str, dict[str, Shard | None]]]:

@@ -54,5 +54,5 @@ def _has_tensor_or_dict(nodes: Sequence[Node]) -> bool:
 
 
 def is_tensor(node: Node) -> bool:
-    """Return whether a node of a state tree is an array that DCP holds as a tensor."""
+    """Return whether a node of a state tree is an array that DCP takes as a tensor."""
     return isinstance(node, dict) and node.get("kind") in ("torch", "jax", "numpy")

@@ -368,7 +368,7 @@ def _without_values(saved: object) -> Any:
 
 
 def _of_this_rank(value: Any) -> Any:
-    """Return the same containers, with arrays that the other ranks do not have."""
+    """Return the same containers, with each array as a shard that only this rank has."""
     if isinstance(value, dict):
         return {key: _of_this_rank(each) for key, each in value.items()}
     if type(value) in (list, tuple):

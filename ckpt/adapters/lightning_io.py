@@ -130,6 +130,7 @@ class _PluginCheck:
     """A callback that refuses a Trainer whose strategy would ignore its CkptIO."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Raise InvalidArgument if the strategy writes its checkpoints itself."""
         strategy = trainer.strategy
         if _writes_itself(strategy) and _has_plugin(strategy):
             raise InvalidArgument(

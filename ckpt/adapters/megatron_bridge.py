@@ -111,7 +111,10 @@ def _repair(load_dir: str | os.PathLike[str] | None) -> None:
 
 
 class _Functions:
-    """The functions of `dist_checkpointing`, of which those that read a checkpoint take both formats."""
+    """The functions of `dist_checkpointing`: `save` writes to ckpt, and those that read a checkpoint take both formats.
+
+    keep: how many steps the repository keeps; None keeps all.
+    """
 
     def __init__(self, keep: int | None) -> None:
         self._keep = keep

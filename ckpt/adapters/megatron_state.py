@@ -29,7 +29,7 @@ class _ShardedBoxes(Shard):
     """Boxes of one tensor, each with the ranks that have copies of it."""
 
     def __init__(self, boxes: Sequence[tuple[Any, torch.Tensor]], holders: Sequence[tuple[int, ...]]) -> None:
-        """boxes: each ShardedTensor, and the memory with its values."""
+        """boxes: each ShardedTensor, and the memory with its values. holders: the ranks with copies of each box."""
         first, rank = boxes[0][0], _rank()
         super().__init__([local for _, local in boxes], first.global_shape, [tuple(t.global_offset) for t, _ in boxes])
         self._replicas = [Replica(ranks.index(rank), len(ranks), ranks) for ranks in holders]

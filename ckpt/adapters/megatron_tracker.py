@@ -34,7 +34,9 @@ class DelayedTrackers:
 
     def __init__(self) -> None:
         self._written: dict[str, str] = {}
+        """By the name of a tracker: the temporary file with its new content."""
         self._cleanups: list[Callable[[int], object]] = []
+        """Each deletes old checkpoints, and takes the number of saves that still run."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(shutil, name)  # the Bridge uses this object as the module shutil

@@ -61,6 +61,7 @@ class CheckpointManager:
         self._group = further.get("group", "auto")
         self._handle: SaveHandle | None = None
         self._restored: int | None = None
+        """The step that `restore` has loaded, until the next save."""
 
     def save(self, step: int, args: Any = None, *, metrics: Any = None, force: bool = False) -> bool:
         """Save the items of `args` as step `step`, if it is due or `force` is True; return whether it saves.

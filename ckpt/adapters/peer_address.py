@@ -66,10 +66,12 @@ def loopback_identity() -> str:
 def open_peer(address: str, timeout_seconds: float = _CALL_SECONDS) -> Store:
     """Return the store of a `PeerMemory` in another process; nothing is read yet.
 
+    address: the text of `PeerMemory.address`.
     timeout_seconds: how long the caller waits. No call takes longer than that, or than 30 s.
 
-    Raises InvalidArgument if this is not an address, or a variable of the environment is missing, and Refused if the memory is
-    served only to processes of its own host, or without TLS.
+    Raises:
+        InvalidArgument: This is not an address, or a variable of the environment is missing.
+        Refused: The memory is served only to processes of its own host, or without TLS.
     """
     peer = parse_peer_address(address)
     deadline_seconds = min(_CALL_SECONDS, max(0.001, timeout_seconds))

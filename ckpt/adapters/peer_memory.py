@@ -46,8 +46,9 @@ class PeerMemory:
     CKPT_TLS_CERT_FILE and CKPT_TLS_KEY_FILE. On this host alone, or with CKPT_INSECURE=1 and no certificate, the address has a
     random token, and whoever knows the address can read. Nobody can write.
 
-    Raises InvalidArgument if other hosts are to be served and something of this is missing, StoreError if the memory can't be
-    used.
+    Raises:
+        InvalidArgument: Other hosts are to be served, and the environment lacks a token, a certificate or a key.
+        StoreError: The shared memory can't be used.
     """
 
     def __init__(self, host: str | None = None) -> None:

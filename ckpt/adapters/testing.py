@@ -164,6 +164,7 @@ class ResumeContract(ABC):
     kill_after: ClassVar[Sequence[int]] = (7, 13)
     """The script is killed by SIGKILL when it has logged this step; once for each number, in one training run."""
     timeout_seconds: ClassVar[float] = 300
+    """How long one run of the script may take."""
 
     def test_a_killed_training_has_the_losses_of_an_undisturbed_one(self, tmp_path: Path) -> None:
         undisturbed = self._run(tmp_path / "a", None)

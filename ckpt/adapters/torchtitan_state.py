@@ -20,6 +20,7 @@ from ckpt.state.tree import PerRank
 _PACKED = "int64 list"
 """The key of a dict that stands for a long list of integers, such as the tokens that the data buffers."""
 _PACKED_LENGTH = 64
+"""The length from which a list counts as long."""
 
 
 def ranks_with_names(names: Iterable[str]) -> tuple[int, ...] | None:

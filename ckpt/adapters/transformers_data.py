@@ -24,9 +24,9 @@ class DataPosition:
         self._samples = samples
         self._random = EpochRandom()
         self._taken = 0
-        self._iterator: Iterator[object] | None = None
-        self._fetched = 0
-        self._fetches_of_batch = 1
+        self._iterator: Iterator[object] | None = None  # that of the current epoch
+        self._fetched = 0  # how many fetches of the current epoch this process has made
+        self._fetches_of_batch = 1  # how many fetches give one batch of this rank: a dispatcher fetches for all ranks
         self._is_stream = False  # whether a resumed epoch must read its samples again from the start
         self._resume_at: int | None = None  # the number of batches to skip, while a resumed epoch has not begun
         self._marks_passed = 0  # of two moments in the fetches of a resumed epoch: before the one ahead, and at the save
