@@ -4,8 +4,9 @@
 network that ckpt can use, as described by a launcher (`launchers`) or by another library (`framework_ranks`); they exchange
 bytes through the store (`store_rendezvous`).
 
-Guarantees: a rank that waits for a missing one gets a GroupError after a timeout, and a framework is used only if the process
-has imported it. Used by `repository`, `training` and the packages above them. Start with `base.Group`.
+Guarantees: a rank that waits for a missing one gets a GroupError after a timeout, except in MPI, which has no timeouts. A
+framework is used only if the process has imported it. Used by `repository`, `training` and the packages above them. Start with
+`base.Group`.
 """
 
 from ckpt.groups.base import Group, SingleProcessGroup
