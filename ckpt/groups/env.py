@@ -39,16 +39,16 @@ class EnvGroup(Group):
     def meet_at(self, store: Store) -> None:
         self._url = store.url
         if store.url not in self._rendezvous:
-            with self._leave_note_on_failure(store.url), self._as_group_error(f"meeting at {store.url}"):
+            with self._leave_note_on_failure(store.url), self._as_group_error(f"the rendezvous at {store.url}"):
                 self._rendezvous[store.url] = StoreRendezvous(self, store, self._job_id, self._timeout)
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        meeting = self._rendezvous.get(self._url or "")
-        if meeting is None:
+        rendezvous = self._rendezvous.get(self._url or "")
+        if rendezvous is None:
             raise GroupError(f"{self!r} has no network: all ranks must call meet_at(store) first")
         try:
-            with self._leave_note_on_failure(meeting.url), self._as_group_error(f"a gather at {self._url}"):
-                return meeting.gather(data)
+            with self._leave_note_on_failure(rendezvous.url), self._as_group_error(f"a gather at {self._url}"):
+                return rendezvous.gather(data)
         except GroupError:
             # The ranks no longer agree on the number of the next gather, so they need a new rendezvous.
             self._rendezvous.pop(self._url or "", None)
@@ -70,11 +70,11 @@ class EnvGroup(Group):
             raise
 
     def close(self) -> None:
-        meetings, self._rendezvous = self._rendezvous, {}
+        all_rendezvous, self._rendezvous = self._rendezvous, {}
         if os.getpid() != self._creator_pid:  # a forked child is not a rank
             return
-        for url, meeting in meetings.items():
+        for url, rendezvous in all_rendezvous.items():
             try:
-                meeting.leave()
+                rendezvous.leave()
             except CkptError as error:
                 log.debug("the rendezvous at %s was not closed: %s", url, error)

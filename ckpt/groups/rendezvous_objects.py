@@ -44,7 +44,7 @@ def unpack_parts(packed: bytes) -> list[bytes]:
 
 def get_objects(store: Store, names: Sequence[str], limit: int) -> list[bytes | None]:
     """Return many small objects, read by several threads: with a thousand ranks at a bucket, one thread takes far too long."""
-    with DaemonThreadPool(min(16, len(names) or 1), "ckpt-meeting") as pool:
+    with DaemonThreadPool(min(16, len(names) or 1), "ckpt-rendezvous") as pool:
         return list(pool.map(lambda name: get_object(store, name, limit), names))
 
 

@@ -7,6 +7,7 @@
                              /<k>-all          the data of all ranks, packed by rank 0: n reads instead of n², one name to poll
                              /bye-<r>          rank r does not need the rendezvous any more
                              /gone-<r>         rank r had joined, and its timeout has passed
+    meet/try-<token>/try                       a rank has checked that it can write to the store; deleted at once
 
 Rank r puts a hello into every open rendezvous of its job, and uses the first one whose members contain its token. A rendezvous
 that a killed job left is never used, because its rank 0 writes no members. A rank that arrives early waits.
@@ -90,7 +91,7 @@ class StoreRendezvous:
             self._notes.raise_failure()
             yield is_long
 
-    # --- meeting -----------------------------------------------------------------------------------------------
+    # --- joining -----------------------------------------------------------------------------------------------
 
     def _open(self) -> str:
         """Rank 0: open a rendezvous, wait for all ranks, and return its folder."""

@@ -15,9 +15,11 @@ class _SharedState:
 
     def __init__(self) -> None:
         self.condition = threading.Condition()
-        """Guards `gathers` and `messages`. Notified when a message arrives."""
+        """Guards `gathers` and `messages`. Notified when the data of a rank or a message arrive."""
         self.gathers: defaultdict[int, dict[int, bytes]] = defaultdict(dict)
+        """The data of each rank, by the number of the gather."""
         self.messages: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)
+        """The messages that were not received yet, by sender and receiver."""
 
 
 class ThreadGroup(Group):
@@ -52,20 +54,20 @@ class ThreadGroup(Group):
             return [parts[rank] for rank in range(self.size)]
 
     def _exchange(self, send: Sequence[Message], receive: Sequence[Message]) -> None:
-        letters, changed = self._shared.messages, self._shared.condition
+        messages, changed = self._shared.messages, self._shared.condition
         with changed:
             for peer, data in send:
-                letters[self.rank, peer].append(bytes(data))
+                messages[self.rank, peer].append(bytes(data))
             changed.notify_all()
         for peer, data in receive:
-            mail = letters[peer, self.rank]
+            queue = messages[peer, self.rank]
             with changed:
-                if not changed.wait_for(mail.__len__, self._timeout):
+                if not changed.wait_for(queue.__len__, self._timeout):
                     raise timeout_error(self, [peer], "an exchange", self._timeout)
-                letter = mail.popleft()
-            if len(letter) != len(data):
+                message = queue.popleft()
+            if len(message) != len(data):
                 raise GroupError(
-                    f"{self!r}: rank {peer} sent {len(letter)} bytes where {len(data)} were expected; give the receiver "
+                    f"{self!r}: rank {peer} sent {len(message)} bytes where {len(data)} were expected; give the receiver "
                     "memory of the length that is sent"
                 )
-            data[:] = letter
+            data[:] = message

@@ -58,7 +58,7 @@ class TorchGroup(Group):
 
         if self._has_met:
             return
-        with self._as_group_error("meeting"):
+        with self._as_group_error("the rendezvous"):
             if dist.get_backend(self._group) == dist.Backend.GLOO and (limit := _gloo_timeout(self._group)) is not None:
                 dist.monitored_barrier(self._group, limit, wait_all_ranks=True)
         self._has_met = True

@@ -177,7 +177,11 @@ def in_torch(folder: Path) -> list[Group]:
     named = as_group(dist.new_group(range(4), timeout=datetime.timedelta(seconds=5)))
     if rank < 3:
         failed_ranks = ["Ranks 3 failed"] if rank == 0 else []
-        fails(lambda: named.meet_at(LocalStore(folder)), f"torch.distributed, rank {rank} of 4: meeting failed", *failed_ranks)
+        fails(
+            lambda: named.meet_at(LocalStore(folder)),
+            f"torch.distributed, rank {rank} of 4: the rendezvous failed",
+            *failed_ranks,
+        )
         fails(lambda: impatient.all_gather(b""), f"torch.distributed, rank {rank} of 4", "a gather failed")
         (folder / f"over-{rank}").touch()
     for others in range(3):

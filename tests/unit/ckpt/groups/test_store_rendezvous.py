@@ -301,7 +301,7 @@ def test_an_error_of_the_store_is_raised_as_a_group_error(folder: Path, monkeypa
         with pytest.raises(GroupError) as raised:
             groups[0].meet_at(FailingStore(LocalStore(folder), call, 1))
         assert isinstance(raised.value.__cause__, Injected)
-        one_line(raised, "rank 0 of 1", f"meeting at {LocalStore(folder).url} failed", "injected")
+        one_line(raised, "rank 0 of 1", f"the rendezvous at {LocalStore(folder).url} failed", "injected")
         LocalStore(folder).put("meet/litter/hello-1-0", b"")  # an object that the next rendezvous reads
 
 
@@ -310,7 +310,7 @@ def test_a_rank_that_can_not_write_its_hello_does_not_wait(folder: Path, monkeyp
     group = env_groups(2, monkeypatch)[1]
     with pytest.raises(GroupError) as raised:
         group.meet_at(FailingStore(LocalStore(folder), "put", 1))
-    one_line(raised, "rank 1 of 2", f"meeting at {LocalStore(folder).url} failed", "injected")
+    one_line(raised, "rank 1 of 2", f"the rendezvous at {LocalStore(folder).url} failed", "injected")
     assert not files(folder)
 
 
