@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import time
+from dataclasses import dataclass
 
 from ckpt import errors
 from ckpt.errors import GroupError
@@ -17,11 +18,25 @@ from ckpt.storage.base.checked_decode import read_json
 from ckpt.storage.base.errors import StoreError
 
 _raised_tokens: set[str] = set()
-"""Tokens of the notes that this process has raised. Each is raised once, since the ranks may try another rendezvous later."""
+"""Tokens of the notes that this process has raised. Each is raised once, since the ranks may try another rendezvous later. It has
+no lock, as each call of a set is atomic."""
 
 
 class OtherRankFailed(GroupError):
     """Another rank has left a note that it cannot reach the rendezvous store. This rank leaves no note of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _FailureNote:
+    """The note of a rank that cannot reach the store."""
+
+    rank: int
+    cause: StoreError
+    """The error of that rank, built from its class name, message and errno."""
+    at: float
+    """When the note was left, in seconds since the boot of this host."""
+    token: str
+    """Distinguishes the note from every other one."""
 
 
 class RendezvousNotes:
@@ -41,7 +56,7 @@ class RendezvousNotes:
     def withdraw(self) -> None:
         """Remove the note of this rank, which tries again."""
         note = self._read()
-        if note is not None and note[0] == self._group.rank:
+        if note is not None and note.rank == self._group.rank:
             with contextlib.suppress(OSError):
                 host_notes.remove(self._key)
 
@@ -53,15 +68,17 @@ class RendezvousNotes:
         note = self._read()
         if note is None:
             return
-        rank, cause, at, token = note
         began = _process_started_at()
-        if rank == self._group.rank or token in _raised_tokens or began is None or at < began:
+        if note.rank == self._group.rank or note.token in _raised_tokens or began is None or note.at < began:
             return
-        _raised_tokens.add(token)
-        where = "" if self._url in str(cause) else f" at {self._url}"
-        raise OtherRankFailed(f"{self._group!r}: rank {rank} cannot join the other ranks{where}: {cause}") from cause
+        _raised_tokens.add(note.token)
+        where = "" if self._url in str(note.cause) else f" at {self._url}"
+        raise OtherRankFailed(
+            f"{self._group!r}: rank {note.rank} cannot join the other ranks{where}: {note.cause}"
+        ) from note.cause
 
-    def _read(self) -> tuple[int, StoreError, float, str] | None:
+    def _read(self) -> _FailureNote | None:
+        """Return the note of the ranks; None if there is none, or if it is malformed."""
         data = self._group.note(self._key)
         try:
             note = read_json(data or b"null")
@@ -71,7 +88,7 @@ class RendezvousNotes:
             cause = kind(str(note["reason"])) if issubclass(kind, StoreError) else StoreError(str(note["reason"]))
             if isinstance(note.get("errno"), int):
                 cause.__cause__ = OSError(note["errno"], os.strerror(note["errno"]))
-            return int(note["rank"]), cause, float(note["at"]), str(note["token"])
+            return _FailureNote(int(note["rank"]), cause, float(note["at"]), str(note["token"]))
         except (ValueError, KeyError, TypeError):
             return None
 
