@@ -10,15 +10,19 @@ import logging
 from ckpt.format.json_records import CommitRecord, FileRecord
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.storage.base.errors import CkptError, IntegrityError
+from ckpt.storage.base.forks import fork_safe_lock
 from ckpt.storage.base.store import Store
 
 log = logging.getLogger("ckpt")
 
 _StepFiles = tuple[tuple[FileRecord, ...], tuple[FileRecord, ...]]
 
+_lock = fork_safe_lock()
+"""Guards changes of `_complete_steps`."""
 _complete_steps: dict[_StepFiles, None] = {}
 """The manifests and the trees, with their digests, of complete steps. An entry stays valid: the digests fix the bytes."""
 _MAX_REMEMBERED = 4096
+"""The most entries of `_complete_steps`; the oldest one is removed first."""
 
 
 def is_complete(store: Store, commit: CommitRecord) -> bool:
@@ -42,6 +46,7 @@ def is_complete(store: Store, commit: CommitRecord) -> bool:
 
 def note_complete(commit: CommitRecord) -> None:
     """Record that a step is complete: its tree was compared with its manifests, or this process made both of the same rows."""
-    _complete_steps[commit.manifests, commit.trees] = None
-    while len(_complete_steps) > _MAX_REMEMBERED:
-        _complete_steps.pop(next(iter(_complete_steps)), None)
+    with _lock:
+        _complete_steps[commit.manifests, commit.trees] = None
+        while len(_complete_steps) > _MAX_REMEMBERED:
+            del _complete_steps[next(iter(_complete_steps))]
