@@ -64,6 +64,7 @@ class Group(ABC):
 
     _is_one_host: bool | None = None
     _note_thread: threading.Thread | None = None
+    """The thread of the last call for a note. Any thread may replace it, without a lock: a note may be lost."""
 
     @abstractmethod
     def all_gather(self, data: bytes) -> list[bytes]:

@@ -14,9 +14,11 @@ from ckpt.groups.launchers import EnvRank, rank_from_env
 from ckpt.storage.base.errors import InvalidArgument
 
 _group_cache: dict[int, tuple[Callable[[], object], Group]] = {}
-"""By the id of the wrapped object, with a reference to it, because another object may get the same id later."""
+"""By the id of the wrapped object, with a reference to it, because another object may get the same id later. Changed without a
+lock: a group is looked up for collective calls, and one thread of a rank makes these."""
 
 _env_groups: dict[EnvRank, EnvGroup] = {}
+"""The groups of ranks without a network, by their rank, size and job. Changed without a lock, as `_group_cache`."""
 
 
 def as_group(group: object = "auto") -> Group:
@@ -25,7 +27,9 @@ def as_group(group: object = "auto") -> Group:
     group: "auto" (see `detect`), None for this process alone, a Group, an mpi4py communicator, a torch process group or
         a torch device mesh of one dimension. The same object always gives the same Group, and so do equal dimensions of a mesh.
 
-    Raises InvalidArgument for any other object.
+    Raises:
+        InvalidArgument: It is any other object, a mesh of several dimensions, or a process group without this process.
+        GroupError: With "auto", the variables of the launchers contradict each other (see `detect`).
     """
     if isinstance(group, str) and group == "auto":
         return detect()
@@ -62,6 +66,9 @@ def detect() -> Group:
     """Return the ranks of an initialised library, else those that the launcher set in the environment, else this process.
 
     An initialised library takes precedence, since a process may have inherited the environment of a rank.
+
+    Raises:
+        GroupError: The variables of a launcher are no rank of a group, or those of two launchers contradict each other.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():

@@ -18,8 +18,8 @@ from ckpt.storage.base.checked_decode import read_json
 from ckpt.storage.base.errors import StoreError
 
 _raised_tokens: set[str] = set()
-"""Tokens of the notes that this process has raised. Each is raised once, since the ranks may try another rendezvous later. It has
-no lock, as each call of a set is atomic."""
+"""Tokens of the notes that this process has raised. Each is raised once, since the ranks may try another rendezvous later.
+Used without a lock, as each call of a set is atomic."""
 
 
 class OtherRankFailed(GroupError):

@@ -43,7 +43,8 @@ class BackgroundCopier:
     """Copies steps from `source` to `target`, in a thread that starts with the first step.
 
     `wait` raises the last error, and the log has one warning for each kind of error. A failed copy is retried, or a newer step
-    is copied instead.
+    is copied instead. A copy of damaged bytes, or of a step that no nearer tier has any more, is not retried. After Fenced, no
+    step is copied any more.
     """
 
     def __init__(
@@ -57,7 +58,8 @@ class BackgroundCopier:
         self._condition = threading.Condition()
         """Guards `_expected_steps`, `_waiting_step` and `_offered_line`. Guards changes of `_current_step`, `_attempt_count`,
         `_error`, `_retry_at`, `_closing`, `_progress_callback` and `_thread`. Notified when one of these changes. `_source`
-        is replaced as a whole. Only the thread changes the other attributes."""
+        is replaced as a whole. Only the thread changes the other attributes; while it does not run, the caller that fails to
+        start it changes `_logged_failure`."""
         self._expected_steps: set[int] = set()
         self._waiting_step: int | None = None
         self._offered_line = 0

@@ -72,6 +72,8 @@ class TierManager:
         """A step that this rank has left out since the last save: the other ranks may still write it."""
         self._step_bytes: int | None = None
         """The bytes of a step of all ranks; None before they are known."""
+        # The attributes have no lock: `_save_ended` changes them in the thread that ends a save, and the training thread waits
+        # for the end of that save before it changes them itself.
         self._line_and_step: tuple[int, int] | None = None
         """Training line and number of the step that this job restored or saved last."""
         self._is_newest_in_main_repo = False
@@ -114,8 +116,7 @@ class TierManager:
     def _enter_tier(self, tier: Tier, repo: Repository, series: SerialCounter, rendezvous_store: Store) -> None:
         """Open one tier, in front of those that are open.
 
-        rendezvous_store: where the ranks meet. It is that of the repository of record, so that they can agree that a tier can't
-            be written.
+        rendezvous_store: where the ranks meet: at the repository of record, so that they agree on a tier that can't be written.
         """
 
         def prepare() -> None:
@@ -306,8 +307,7 @@ class TierManager:
     def catch_up(self) -> None:
         """Promote, once, the newest step that an earlier job left in a nearer tier and that is due in a further one.
 
-        If a tier can't be read now, a later call tries again. A save does so after CATCH_UP_PAUSE_SECONDS only, because the
-        training waits while that tier is read.
+        If a tier can't be read now, a later call tries again: a save only after CATCH_UP_PAUSE_SECONDS, as the training waits.
         """
         if not self._has_caught_up:
             read_only = [*self._read_only_tiers, *self._previous_memories]

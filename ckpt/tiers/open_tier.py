@@ -26,23 +26,33 @@ _MAX_SKIP_EXPONENT = 6  # a tier that failed is skipped for 1, 2, 4 … 64 saves
 
 @dataclass(slots=True)
 class OpenTier:
-    """A tier with its writer session. The repository of record is the last one."""
+    """A tier with its writer session. The repository of record is the last one.
+
+    The training thread changes its attributes, and so does the thread that ends a save (see `TierManager`).
+    """
 
     spec: Tier
     session: Session
     capacity_bytes: int | None = None
+    """The most bytes of steps in the tier; None if there is no limit, and on all ranks but rank 0."""
     stored_bytes: int = 0
+    """The bytes of steps in the tier when they were measured last."""
     copier: BackgroundCopier | None = None
+    """Copies steps to this tier, on rank 0; None if there is no nearer tier."""
     last_promotion_at: float = field(default_factory=time.monotonic)
+    """When the tier got a step last, by a save or as an offer to the copier; a time of the monotonic clock."""
     saves_to_skip: int = 0
     """How many more saves skip this tier."""
     consecutive_failures: int = 0
+    """How many saves to this tier have failed since the last one that succeeded."""
 
     @property
     def url(self) -> str:
+        """The URL of the repository of the tier."""
         return self.session.repo.url
 
     def is_due(self, step: int) -> bool:
+        """Return whether the tier gets this step because of its number, or because its interval of time has passed."""
         every = self.spec.every
         if every is None or isinstance(every, int):
             return self.spec.counts(step)
@@ -50,6 +60,7 @@ class OpenTier:
         return time.monotonic() - self.last_promotion_at >= interval_seconds(every, cost)
 
     def measure_stored_bytes(self) -> None:
+        """Set `stored_bytes` if the tier has a limit; raise StoreError if its files can't be listed."""
         if self.capacity_bytes is not None:
             self.stored_bytes = stored_step_bytes(self.session.repo)
 

@@ -81,7 +81,7 @@ class StallTimer:
         self._progress = progress
         self._counted_until = -math.inf
         self._lock = threading.Lock()
-        """Guards all attributes."""
+        """Guards changes of all attributes."""
 
     def next_wait_seconds(self) -> float:
         """Return the seconds to wait before the next call of `has_timed_out`."""
@@ -127,7 +127,7 @@ def call_in_thread(call: Callable[[], T], what: str) -> T:
 
 
 class StoreFolder:
-    """A folder, and whether it is on a local disk."""
+    """A folder, and whether it is on a local disk. Used without a lock: threads that ask at once get the same answer."""
 
     def __init__(self, root: str) -> None:
         self.root = root

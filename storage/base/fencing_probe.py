@@ -18,6 +18,7 @@ UNFENCED_STORES_VARIABLE = "CKPT_UNFENCED_STORES"
 """The environment variable with URLs, separated by spaces, below which the user ensures that there is one writer at a time."""
 
 _probed_urls: set[str] = set()
+"""The stores that this process has probed. Used without a lock, as each call of a set is atomic."""
 
 
 def require_conditional_puts(store: Store, name: str) -> None:

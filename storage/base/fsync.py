@@ -45,7 +45,8 @@ def sync_nearest_folder(path: str) -> None:
 
 
 _durable_roots: set[str] = set()
-"""Roots of stores and folders above them that this process has made durable in their parents."""
+"""Roots of stores and folders above them that this process has made durable in their parents. Used without a lock, as each call
+of a set is atomic, and a folder that two threads sync at once is durable."""
 
 _NO_FSYNC_ERRNOS = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS)
 """Errors of a folder that this user can't open, and of a file system without fsync for folders."""

@@ -1,4 +1,4 @@
-"""`NameLookup`: the addresses of host names, looked up in threads of their own, so that nobody waits for a slow name server."""
+"""`NameLookup`: the addresses of host names, looked up in threads of their own, so that a caller chooses how long it waits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class NameLookup:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        """Guards `_names` and the fields of its values."""
+        """Guards `_names`. Guards changes of the fields of its values."""
         self._names: dict[tuple[str, int], _Name] = {}
 
     def addresses(self, name: str, port: int, seconds: float = 0.0) -> tuple[SocketAddress, ...]:

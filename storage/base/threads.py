@@ -176,6 +176,7 @@ class DaemonThreadPool(Executor):
 
 
 _pools: weakref.WeakSet[DaemonThreadPool] = weakref.WeakSet()
+"""All pools of this process. Only a forked child, which has one thread, reads it."""
 
 
 def _start_all_anew() -> None:

@@ -135,9 +135,9 @@ class _PieceQueue:
         self._is_finished = False
         self._is_cancelled = False
         self.error: BaseException | None = None
-        """The error of the upload if it failed."""
+        """The error of the upload if it failed. The uploading thread sets it before it cancels the queue."""
         self.is_uploaded = False
-        """Whether the bucket has the whole object."""
+        """Whether the bucket has the whole object. The uploading thread sets it before it ends."""
 
     def put(self, piece: bytes) -> bool:
         """Wait for room and queue a piece; return False if the queue was cancelled."""
