@@ -15,7 +15,7 @@ import time
 from ckpt.storage.base.forks import fork_safe_lock
 
 _active: dict[str, list[tuple[str, int | None]]] = {}
-"""The actions of each active point, each with the number of its pass; None means every pass. Only `set_failpoints` changes it."""
+"""The actions of each active point, each with the number of its pass; None means every pass. Set by `set_failpoints` alone."""
 _passes: dict[str, int] = {}
 _lock = fork_safe_lock()
 """Guards `_passes`."""
