@@ -7,9 +7,9 @@ Whether a step is kept depends only on itself and on earlier steps of its own tr
 no later save, and no roll-back, makes a kept step expire, except that a step of the same number replaces it. A line that a
 roll-back has abandoned keeps the steps that began its windows, and the new line keeps some of its own.
 
-A step expires only if an earlier one of its window is whole. So if that one is damaged, the next one is kept, too. A multiple
-is always kept, also if it is damaged. Of steps that are known to be damaged, only the first of a window is kept, since it may
-have been kept alone for a long time, and a part of it may still be loaded.
+A step expires only if an earlier one of its window is complete. So if that one is damaged, the next one is kept, too. A
+multiple is always kept, also if it is damaged. Of steps that are known to be damaged, only the first of a window is kept, since
+it may have been kept alone for a long time, and a part of it may still be loaded.
 """
 
 from __future__ import annotations
@@ -40,21 +40,24 @@ class Windows:
         for step in sorted(lines):
             self._steps.setdefault((step + 1) // every, []).append(step)
 
-    def is_permanent(self, step: int, is_whole: Callable[[int], bool]) -> bool:
+    def is_permanent(self, step: int, is_known_complete: Callable[[int], bool]) -> bool:
         """Return whether a step is kept permanently.
 
-        is_whole: returns whether a step is known to be undamaged. It is called only for steps because of which another expires.
+        is_known_complete: returns whether a step is known to be complete. It is called only for steps because of which another
+            expires.
         """
         if step % self._every == 0:
             return True
         if step in self._damaged:
-            return not any(other in self._damaged or is_whole(other) for other in self._earlier(step, is_whole))
-        return not any(is_whole(other) for other in self._earlier(step, is_whole))
+            return not any(
+                other in self._damaged or is_known_complete(other) for other in self._earlier(step, is_known_complete)
+            )
+        return not any(is_known_complete(other) for other in self._earlier(step, is_known_complete))
 
-    def _earlier(self, step: int, is_whole: Callable[[int], bool]) -> Iterator[int]:
+    def _earlier(self, step: int, is_known_complete: Callable[[int], bool]) -> Iterator[int]:
         """Yield the steps before this one in its window that are part of its history, in ascending order."""
         line = self._lines.get(step, self._unknown_line)
-        yields = self._has_multiple_next(step) and is_whole(step + 1)
+        yields = self._has_multiple_next(step) and is_known_complete(step + 1)
         for other in self._steps.get((step + (not yields)) // self._every, ()):
             if other >= step:
                 return

@@ -95,7 +95,8 @@ def expired_steps(
     deleted.
 
     order: all steps from the oldest to the newest, if that is not the order of their numbers; abandoned steps come first.
-    is_permanent: whether `keep.every` keeps a step. None: all steps are on one line and those of `complete` are whole.
+    is_permanent: whether `keep.every` keeps a step. None: all steps are on one line, and only those of
+        `complete` are known to be complete.
     """
     age: Callable[[int], int] = _by_number if order is None else {step: at for at, step in enumerate(order)}.__getitem__
     steps, complete = set(steps), set(complete)
@@ -112,7 +113,7 @@ def _permanence(
     keep: Keep,
     lines: Mapping[int, TrainingLine],
     unknown_line: TrainingLine,
-    is_whole: Callable[[int], bool],
+    is_known_complete: Callable[[int], bool],
     damaged: Collection[int] = (),
     reserved: Collection[int] = (),
 ) -> Callable[[int], bool]:
@@ -123,7 +124,7 @@ def _permanence(
     if keep.every is None:
         return lambda _: False
     windows = Windows(keep.every, lines, unknown_line, damaged)
-    return lambda step: step not in reserved and windows.is_permanent(step, is_whole)
+    return lambda step: step not in reserved and windows.is_permanent(step, is_known_complete)
 
 
 def _by_number(step: int) -> int:
@@ -267,8 +268,8 @@ def _delete_expired(
     expired = expired_steps(deletable, good, keep, order.steps, permanence(candidates.__contains__))
     if expired:  # before any is deleted, those that are kept instead must be complete
         good = _newest_complete(repo, [commits[s] for s in reversed(good)], keep.last)
-        is_whole = cache(lambda step: step in candidates and is_complete(repo.store, commits[step]))
-        expired = expired_steps(deletable, good, keep, order.steps, permanence(is_whole))
+        is_known_complete = cache(lambda step: step in candidates and is_complete(repo.store, commits[step]))
+        expired = expired_steps(deletable, good, keep, order.steps, permanence(is_known_complete))
     deleted_files: set[str] = set()
     for step in expired:
         lease.require_newest()  # a newer writer may have saved a step of this number, and no store has a conditional delete
