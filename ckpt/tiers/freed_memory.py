@@ -85,7 +85,7 @@ def remove_freed_commits(repo: Repository, main_repo: Repository) -> None:
     """
     for step in repo.step_numbers():
         name = commit_name(step)
-        if [entry.name for entry in repo.store.list(f"steps/{step}")] != [name]:
+        if [entry.name for entry in repo.store.list(step_folder(step))] != [name]:
             continue
         with suppress(NotFound, IntegrityError):
             if main_repo.record(step).save_order >= repo.record(step).save_order:

@@ -13,6 +13,7 @@ from ckpt.block_io.staging_arena import available_memory
 from ckpt.repository.repository import Repository, Url, open_repository
 from ckpt.repository.retention import Keep, as_keep
 from ckpt.storage.base.errors import InvalidArgument
+from ckpt.storage.base.store import Store
 from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.local.shared_memory import MemoryStore
 from ckpt.support.validation import checked_bytes, checked_every
@@ -25,6 +26,7 @@ MEMORY = "memory"
 """The URL of the memory tier."""
 
 _SHARE_OF_MEMORY = 0.5
+"""The share of the free memory that a memory tier without `limit` may use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,8 @@ def tier_location(tier: Tier, repository_url: str) -> Url:
     return MemoryStore(own_memory_folder() / name)
 
 
-def _memory_store(url: str) -> Url:
+def _memory_store(url: str) -> Store:
+    """Return the store of memory that `ckpt-run` keeps; a MemoryStore if it is a folder of this host."""
     store = open_repository(url).store
     return MemoryStore(store.root) if type(store) is LocalStore else store
 
