@@ -266,10 +266,8 @@ def can_change_directly(record: RegisterAnswer, change: DirectChange) -> bool:
 
 def require_record_fits(name: str, value: RegisterValue | None) -> None:
     """Raise StoreError if a value is longer than a register takes."""
-    if value is not None and len(value.head) + len(value.body) > BODY_BYTES:
-        raise StoreError(
-            f"the record of {name} has {len(value.body)} bytes; a register takes at most {BODY_BYTES}; write smaller files"
-        )
+    if value is not None and (nbytes := len(value.head) + len(value.body)) > BODY_BYTES:
+        raise StoreError(f"the record of {name} has {nbytes} bytes; a register takes at most {BODY_BYTES}; write smaller files")
 
 
 def record_checksum(name: str, promised: bytes, accepted: bytes, value: RegisterValue | None) -> int:

@@ -136,7 +136,7 @@ def test_a_register_without_a_value_has_promised_the_floor() -> None:
 def test_a_long_value_is_refused() -> None:
     require_record_fits("n", None)
     require_record_fits("n", RegisterValue(b"h", bytes(BODY_BYTES - 1)))
-    with pytest.raises(StoreError, match=f"the record of n has {BODY_BYTES} bytes; a register takes at most {BODY_BYTES}"):
+    with pytest.raises(StoreError, match=f"the record of n has {BODY_BYTES + 1} bytes; a register takes at most {BODY_BYTES}"):
         require_record_fits("n", RegisterValue(b"h", bytes(BODY_BYTES)))
 
 
