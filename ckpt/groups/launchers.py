@@ -255,9 +255,8 @@ def _index_signs(name: str, environ: Environ) -> tuple[str, ...]:
     for indices, counts in _INDEX_AND_COUNTS.items():
         if match := re.fullmatch(rf"((?:\w+_)?)(?:{indices})", name):
             return next(((name, match[1] + count) for count in counts if _number(environ, match[1] + count) > 1), ())
-    if (
-        name == "JOB_COMPLETION_INDEX"
-    ):  # an Indexed Job of Kubernetes; without an address, its pods are independent of each other
+    # An Indexed Job of Kubernetes. Without an address, its pods are independent of each other.
+    if name == "JOB_COMPLETION_INDEX":
         found = (at for at in _COORDINATORS if environ.get(at) and not _LOOPBACK.fullmatch(environ[at]))
         return next(((name, at) for at in found), ())
     return ()

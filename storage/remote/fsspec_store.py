@@ -54,10 +54,8 @@ class FsspecStore(Store):
         self._fs, root = _open_file_system(url)
         self._root = root.rstrip("/")
         find = type(self._fs)._find if isinstance(self._fs, AsyncFileSystem) else type(self._fs).find
-        self._has_native_find = find not in (
-            AsyncFileSystem._find,
-            AbstractFileSystem.find,
-        )  # fsspec's default find walks the folders and ignores errors
+        # The default `find` of fsspec walks the folders and ignores errors.
+        self._has_native_find = find not in (AsyncFileSystem._find, AbstractFileSystem.find)
         # A class without its own rename copies and deletes; there a direct write is as atomic, and cheaper.
         self._has_native_rename = type(self._fs).mv is not AbstractFileSystem.mv
         protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
@@ -352,6 +350,8 @@ class _FsspecWriter(Writer):
 
 
 class _FsspecReader(Reader):
+    """Reads ranges of a file of known length."""
+
     def __init__(self, store: FsspecStore, path: str, nbytes: int) -> None:
         self._store = store
         self._path = path

@@ -20,9 +20,8 @@ from ckpt.storage.base.forks import ThreadedLibrary
 from ckpt.storage.base.store import Buffer, Entry, Reader, Version, Writer, check_name, is_name, require_length
 from ckpt.storage.remote.multipart_writer import CONCURRENCY, PART_BYTES, MultipartWriter
 
-_CLIENT_DEFAULTS = {
-    "timeout": "120s"
-}  # of one request; the 30 s of obstore are too short for eight concurrent parts on a slow line
+_CLIENT_DEFAULTS = {"timeout": "120s"}
+"""The timeout is that of one request: the 30 s of obstore are too short for eight concurrent parts on a slow line."""
 
 # obstore ignores the environment if it is given options, so ckpt reads these variables: AWS_ALLOW_HTTP, GOOGLE_PROXY_URL, …
 _CLIENT_OPTIONS = (
@@ -253,6 +252,8 @@ def _version_tag(meta: Any) -> ObjectTag:
 
 
 class _ObjectReader(Reader):
+    """Reads ranges of an object, each by one request."""
+
     def __init__(self, store: ObjectStore, name: str) -> None:
         self._store = store
         self._name = name
