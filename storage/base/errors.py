@@ -1,4 +1,4 @@
-"""The error classes of ckpt. `except ckpt.CkptError`, their base class, catches all of them and no others."""
+"""The errors of stores, and CkptError, the base class of all errors of ckpt; ckpt/errors.py has those of checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check that a folder is on a file system of this host, which an SQLite file needs.
+"""Finds whether a path is on a file system of this host or of a network, whose calls may hang or fail with its server.
 
 SQLite shares its write-ahead log through memory, which processes of other hosts do not see. It relies on locks and fsync, which
 network file systems do not always implement (https://sqlite.org/wal.html, https://sqlite.org/useovernet.html). On one, a
