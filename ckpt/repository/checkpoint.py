@@ -61,7 +61,7 @@ class Checkpoint:
 
     It reads its manifest and tree at the first use. Iterating gives the names of the leaves. `checkpoint[name]` is a
     `LazyArray`; it raises LeafNotFound if the step has no such leaf. All methods that read raise IntegrityError for damaged
-    bytes, and StoreError if the store failed.
+    bytes, FormatError for files of a newer version, and StoreError if the store failed.
     """
 
     def __init__(self, store: Store, commit: CommitRecord, rank: int = 0, keys: Keys = NO_KEYS) -> None:
@@ -97,6 +97,7 @@ class Checkpoint:
 
         Raises:
             IntegrityError: The tree is missing or damaged.
+            FormatError: A newer version has written the tree, or it is nested too deeply.
             StoreError: The store failed.
         """
         if self._tree is None:
@@ -134,7 +135,10 @@ class Checkpoint:
             raise IntegrityError(f"{self.store.url}/{file.name} is not a tree ({error!r}); {DAMAGE_ADVICE}") from error
 
     def layouts(self) -> frozenset[str]:
-        """Return the layouts of arrays in which a rank may load its own values of arrays (`ArrayLeaf.layout`)."""
+        """Return how the save divided its sharded arrays among the ranks (`ArrayLeaf.layout`); empty if no buffer differs by rank.
+
+        Only in a load with these layouts does each rank get its own values of buffers.
+        """
         self.tree()
         return self._layouts
 

@@ -81,7 +81,8 @@ class Repository:
         repo.steps(), repo.latest(), repo[10], 10 in repo, len(repo)
 
     Iterating gives the `Checkpoint` of each step, from the oldest to the newest. `repo[10]` raises StepNotFound if the step is
-    not committed, and IntegrityError if its commit record is damaged. Each access reads the store, so the result is current.
+    not committed, and IntegrityError if its commit record is damaged or not signed with one of the keys. Each access reads the
+    store, so the result is current.
     """
 
     def __init__(self, store: Store, keys: Keys = NO_KEYS) -> None:
@@ -111,7 +112,7 @@ class Repository:
     def identity(self) -> str:
         """Return the id of this repository, which differs from that of an earlier one at the same URL.
 
-        Raises NotFound if there is no marker.
+        Raises NotFound if there is no marker, and FormatError or IntegrityError if it can't be used.
         """
         where = f"{self.url}/{MARKER}"
         return json_records.parse_body(_Marker, json_records.load(self.store, "repository", MARKER), where).id
@@ -229,8 +230,9 @@ class Repository:
 
         Raises:
             StepNotFound: Nothing exists at the URL any more.
-            FormatError: The marker of the repository is missing, or a newer version has written a step.
-            StoreError: The record of a step can't be read now.
+            FormatError: The marker of the repository is missing, or a newer version has written it or a step.
+            IntegrityError: The marker of the repository is damaged.
+            StoreError: The marker or the record of a step can't be read now.
         """
         self.check()
         found = self.lines()
@@ -310,8 +312,9 @@ class Repository:
 
         Raises:
             StepNotFound: Nothing exists at the URL any more.
-            FormatError: A newer version has written the newest step.
-            StoreError: The newest step can't be read now.
+            FormatError: The marker of the repository is missing, or a newer version has written it or the newest step.
+            IntegrityError: The marker of the repository is damaged.
+            StoreError: The marker or the newest step can't be read now.
         """
         self.check()
         for step in self.order().newest_first():

@@ -43,6 +43,10 @@ def drain(memory: Url, *before: Url) -> str:
     Returns:
         A report with one line for each repository that was copied, was already up to date, or failed. It raises no error of a
         store or a repository; a line of a failure contains "could not be drained".
+
+    Raises:
+        InvalidArgument: An argument is no path or URL.
+        UnknownScheme: No store serves a URL.
     """
     messages, drained_names = [], set[str]()
     for each in (memory, *before):

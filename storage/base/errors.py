@@ -104,14 +104,12 @@ class InvalidArgument(CkptError, ValueError):
     """An option has a value that makes no sense, such as keeping no step at all."""
 
 
-# --- checkpoints ---------------------------------------------------------------------------------------------
+# --- damage ---------------------------------------------------------------------------------------------------
 
 
 class IntegrityError(CkptError):
     """Stored bytes differ from those that were written: changed, truncated or missing."""
 
-
-# --- damage ---------------------------------------------------------------------------------------------------
 
 _BAD_SECTOR_ERRNOS = {errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ, errno.ENODATA}
 """EIO; a checksum of the file system that does not match (XFS, ext4: EUCLEAN, EBADMSG); past the page cache, the errors of the
