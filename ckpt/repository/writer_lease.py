@@ -296,11 +296,12 @@ class WriterLease:
 
 
 def acquire_lease(repo: Repository, serials: SerialCounter | None = None) -> WriterLease:
-    """Return a new writer lease of a repository; raise RepositoryBusy if a live process of this host is its writer.
-
-    Raises StoreError if the record of the last writer can't be read now, and FormatError if a newer version has written it.
+    """Return a new writer lease of a repository.
 
     serials: the counter that the tiers of a repository share.
+
+    Raises RepositoryBusy if a live process of this host is its writer, Refused if the store ignores the conditions of puts,
+    StoreError if the record of the last writer can't be read now, and FormatError if a newer version has written that record.
     """
     process = this_process()
     generation = _take_generation(repo, serials.highest_generation if serials else 0, process)
@@ -317,7 +318,10 @@ def acquire_lease(repo: Repository, serials: SerialCounter | None = None) -> Wri
 
 
 def _take_generation(repo: Repository, above_generation: int, process: ProcessIdentity) -> int:
-    """Write the record of the next generation above all existing ones, and return its number; raise RepositoryBusy."""
+    """Write the record of the next generation above all existing ones, and return its number.
+
+    Raises RepositoryBusy if a live process of this host is the holder, or if other writers are faster each time.
+    """
     for _ in range(_ACQUIRE_TRIES):
         current = newest_generation(repo)
         newest = max(current, above_generation)
@@ -330,7 +334,7 @@ def _take_generation(repo: Repository, above_generation: int, process: ProcessId
             continue
         if newest_generation(repo) == newest + 1:  # otherwise the first listing was old, and there is a newer generation
             return newest + 1
-    raise RepositoryBusy(f"{repo.url}: many processes start to write at once; let one of them")
+    raise RepositoryBusy(f"{repo.url}: many processes start to write at once; start one of them only")
 
 
 def _require_no_live_holder(repo: Repository, generation: int, process: ProcessIdentity) -> None:

@@ -25,7 +25,7 @@ answer."""
 def own_memory_folder(base: Path = Path("/dev/shm")) -> Path:
     """Return a folder in shared memory that belongs to this user alone, and create it if it does not exist.
 
-    Raises StoreError if it belongs to another user, or can't be created.
+    Raises StoreError if it is no folder of this user, or can't be created.
     """
     folder = base / f"ckpt-{os.getuid()}"
     try:
@@ -38,6 +38,6 @@ def own_memory_folder(base: Path = Path("/dev/shm")) -> Path:
         ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise StoreError(
-            f'Tier("memory"): {folder} belongs to another user; remove it, or set {MEMORY_VARIABLE} to a folder of yours'
+            f'Tier("memory"): {folder} is not a folder of this user; remove it, or set {MEMORY_VARIABLE} to a folder of yours'
         )
     return folder

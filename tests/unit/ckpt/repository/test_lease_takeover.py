@@ -190,7 +190,7 @@ def test_a_process_gives_up_after_it_has_lost_twenty_numbers(tmp_path: Path, los
         return
     with pytest.raises(RepositoryBusy) as error:
         acquire_lease(repo)
-    assert str(error.value) == f"{repo.url}: many processes start to write at once; let one of them"
+    assert str(error.value) == f"{repo.url}: many processes start to write at once; start one of them only"
 
 
 def test_a_failure_before_the_record_leaves_none(repo: Repository) -> None:
