@@ -37,6 +37,9 @@ def dead_rank_error(group: Group, ranks: Iterable[int], peers: Mapping[int, Hell
 def live_processes(hellos: Mapping[str, Hello], me: Hello, is_named: bool) -> tuple[dict[str, Hello], float]:
     """Return those of the processes with one rank that may be alive, and the seconds to wait for another one.
 
+    Without a name of the job, a process with a live launcher is preferred to one whose launcher has ended, and the only one
+    with the launcher of this process is preferred to all others.
+
     hellos: by token. is_named: whether the job has a name; without one, a hello may belong to another job.
     """
     live = {token: hello for token, hello in hellos.items() if hello.can_be_alive(me)}

@@ -21,7 +21,7 @@ class Hello:
     owner: ProcessIdentity
     """The process of the rank."""
     parent: int
-    """The process that started it (the launcher); 1 or 0 if that has ended."""
+    """The process that started it (the launcher). 1 or 0 if that has ended, or is the first process of a container."""
     parent_started: str
     """Start time of the parent, as `ProcessIdentity.started`."""
 
@@ -36,7 +36,10 @@ class Hello:
         return (self.parent, self.parent_started) == (me.parent, me.parent_started)
 
     def is_orphaned(self, me: Hello) -> bool:
-        """Return whether the launcher of the rank has ended while that of this process lives: a rank left from a killed job."""
+        """Return whether the launcher of the rank is known to have ended, and is another one: a rank left from a killed job.
+
+        A launcher that had ended before the hello was written is unknown: it may have been the first process of a container.
+        """
         return (
             self.has_same_launcher(me) is False
             and self.parent > 1

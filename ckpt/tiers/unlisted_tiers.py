@@ -17,7 +17,7 @@ from ckpt.tiers.open_tier import OpenTier
 log = logging.getLogger("ckpt")
 
 LISTING_PATIENCE_SECONDS = 60.0
-"""So long a restore waits for a tier whose steps can't be listed."""
+"""How long a restore waits for a tier whose steps can't be listed."""
 
 _MAX_PAUSE_SECONDS = 5.0
 
@@ -58,7 +58,7 @@ def spare_unlisted(
     Such a step counts as abandoned, as if the training had gone back on purpose.
 
     newest: returns training line and number of the step that this job restored or saved last.
-    at_end: calls what withdraws this, at the end of the job.
+    at_end: gets a callback for each of these tiers, by which the end of the job lets sweeps delete the steps again.
 
     Returns the URLs of the tiers that could not be listed.
     """

@@ -1,8 +1,9 @@
 """A bucket as a store, through obstore: S3 and servers with its protocol, Google Cloud Storage, Azure.
 
 An object store makes a whole object visible at once, and an acknowledged put is durable, so there are no temporary names and no
-fsync. A writer is a multipart upload. A killed process can leave the parts of an upload, invisible but billed; a lifecycle rule
-of the bucket (AbortIncompleteMultipartUpload) deletes them.
+fsync. A put may have a condition (If-None-Match, If-Match), by which a new writer fences an old one; `base/fencing_probe.py`
+checks that the server honours it. A writer is a multipart upload. A killed process can leave the parts of an upload, invisible
+but billed; a lifecycle rule of the bucket (AbortIncompleteMultipartUpload) deletes them.
 """
 
 from __future__ import annotations
