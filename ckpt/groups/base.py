@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from ckpt.errors import GroupError
 from ckpt.groups import host_notes
 from ckpt.storage.base.errors import InvalidArgument, StoreError, first_line
+from ckpt.storage.base.forks import fork_safe_lock
 from ckpt.storage.base.store import Store
 
 log = logging.getLogger("ckpt")
@@ -31,6 +32,9 @@ MESSAGE_PIECE_BYTES = 1 << 30
 
 _NOTE_SECONDS = 2.0
 """Seconds that a call waits for a note from the network, since the process that serves notes may be stopped."""
+
+_note_lock = fork_safe_lock()
+"""Guards `_note_thread` of all groups."""
 
 
 class Group(ABC):
@@ -64,7 +68,7 @@ class Group(ABC):
 
     _is_one_host: bool | None = None
     _note_thread: threading.Thread | None = None
-    """The thread of the last call for a note. Any thread may replace it, without a lock: a note may be lost."""
+    """The thread of the last call for a note through the network. Guarded by `_note_lock`."""
 
     @abstractmethod
     def all_gather(self, data: bytes) -> list[bytes]:
@@ -151,15 +155,15 @@ class Group(ABC):
         raise NotImplementedError
 
     def _call_with_timeout(self, call: Callable[[], bytes | None]) -> bytes | None:
-        """Return the result of a call, None if it takes too long. While one call hangs, no other call is made."""
-        if self._note_thread is not None and self._note_thread.is_alive():
-            return None
+        """Return the result of a call, None if it takes too long. While one call runs, no other call is made."""
         found: list[bytes | None] = []
-        self._note_thread = threading.Thread(
-            target=lambda: found.append(self._call_or_none(call)), name="ckpt-notes", daemon=True
-        )
-        self._note_thread.start()
-        self._note_thread.join(_NOTE_SECONDS)
+        thread = threading.Thread(target=lambda: found.append(self._call_or_none(call)), name="ckpt-notes", daemon=True)
+        with _note_lock:
+            if self._note_thread is not None and self._note_thread.is_alive():
+                return None
+            thread.start()
+            self._note_thread = thread
+        thread.join(_NOTE_SECONDS)
         return found[0] if found else None
 
     def _call_or_none(self, call: Callable[[], bytes | None]) -> bytes | None:

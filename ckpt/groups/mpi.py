@@ -31,7 +31,9 @@ class MpiGroup(Group):
         self._user_communicator = communicator
         self._duplicate: MPI.Intracomm | None = None
         self._received_notes: dict[str, bytes] = {}
+        """The notes of other ranks, by key. Only the thread of a note changes it; there is one at a time."""
         self._pending_sends: list[MPI.Request] = []
+        """The sends of notes that have not ended, with their data. Changed like `_received_notes`."""
         self.has_network_notes = _is_thread_multiple()
 
     def _communicator(self) -> MPI.Intracomm:
