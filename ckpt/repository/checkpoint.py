@@ -135,7 +135,7 @@ class Checkpoint:
             raise IntegrityError(f"{self.store.url}/{file.name} is not a tree ({error!r}); {DAMAGE_ADVICE}") from error
 
     def layouts(self) -> frozenset[str]:
-        """Return how the save divided its sharded arrays among the ranks (`ArrayLeaf.layout`); empty if no buffer differs by rank.
+        """Return how the save divided its arrays among the ranks (`ArrayLeaf.layout`); empty if no buffer differs by rank.
 
         Only in a load with these layouts does each rank get its own values of buffers.
         """
