@@ -68,7 +68,7 @@ def detect() -> Group:
     An initialised library takes precedence, since a process may have inherited the environment of a rank.
 
     Raises:
-        GroupError: The variables of a launcher are no rank of a group, or those of two launchers contradict each other.
+        GroupError: The variables of a launcher are not a rank of a group, or those of two launchers contradict each other.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():

@@ -1,7 +1,7 @@
 """Tiers: faster stores in front of the repository of record, such as shared memory or a local disk.
 
 Guarantees: no sweep deletes a step that waits to be copied to a further tier, and memory is freed at the end of a job only if
-the repository of record has the newest step. Other steps of a tier are deleted by its `keep`, whether or not a copy exists.
+the repository of record has the newest step. Other steps expire by the Keep of their tier, whether or not a copy exists.
 Each block is verified before it is copied. Used by `checkpointer`, `adapters` and `recovery`; it imports `saving`, `training`
 and the packages below them. Start with `manager`; `copy_step` copies one step to a further tier, and `background_copier` does
 so during training.

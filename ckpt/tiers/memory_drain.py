@@ -45,7 +45,7 @@ def drain(memory: Url, *before: Url) -> str:
         store or a repository; a line of a failure contains "could not be drained".
 
     Raises:
-        InvalidArgument: An argument is no path or URL.
+        InvalidArgument: An argument is not a path or a URL.
         UnknownScheme: No store serves a URL.
     """
     messages, drained_names = [], set[str]()

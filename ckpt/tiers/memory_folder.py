@@ -25,7 +25,7 @@ answer."""
 def own_memory_folder(base: Path = Path("/dev/shm")) -> Path:
     """Return a folder in shared memory that belongs to this user alone, and create it if it does not exist.
 
-    Raises StoreError if it is no folder of this user, or can't be created.
+    Raises StoreError if it is not a folder of this user, or can't be created.
     """
     folder = base / f"ckpt-{os.getuid()}"
     try:

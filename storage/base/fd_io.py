@@ -191,8 +191,8 @@ class AppendFile:
         """The highest end of a range that was written completely."""
         self._where = where
         self._changed = threading.Condition()
-        """Guards `_next_position`. Guards changes of `length`, `_pending_appends`, `_is_closed`, `fd` and `direct_fd`. Notified
-        when an append ends."""
+        """Guards `_next_position`. Guards changes of `length`, `_pending_appends` and `_is_closed`. Notified when an append
+        ends."""
         self._next_position = 0
         self._is_direct_allowed = direct_fd is not None
         """Any appending thread may set it to False; it never becomes True again."""
@@ -245,7 +245,7 @@ class AppendFile:
         self._close_if_idle()
 
     def _close_if_idle(self) -> None:
-        """Close the descriptors if no append runs. Needs `_changed`, except in `__del__`, where no thread has the file."""
+        """Close the descriptors if no append runs. The caller has the lock, or is `__del__`, when no thread has the file."""
         if self._pending_appends:
             return
         fd, direct_fd, self.fd, self.direct_fd = self.fd, self.direct_fd, -1, None
