@@ -100,12 +100,14 @@ class HostLease:
         self._sessions: frozenset[int] = frozenset()
         self._loss: ContactLoss | LoopHang | None = None
         self._hang: LoopHang | None = None
-        # The following are replaced as a whole, each by one thread, so that the others read them without the lock.
+        # These three are replaced as a whole: `_reports` by the main thread, the others by the thread that publishes reports. So
+        # the other threads read them without the lock.
         self._reports: Mapping[str, AgentReport] = {}
         self._endpoints: tuple[Address, ...] = ()
         self._hosts: Mapping[str, Address] = {}
+        # Only the thread of this object uses these two.
         self._reachable_machines: set[str] = set()  # numeric addresses that have answered; machines behind a firewall never do
-        self._tried_at: dict[str, float] = {}
+        self._tried_at: dict[str, float] = {}  # when each machine was tried last, by its numeric address
         self._closed = threading.Event()
         self._thread = WorkerThread(target=self._run, name="ckpt-lease", daemon=True)
         self._thread.start()

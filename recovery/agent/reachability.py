@@ -40,7 +40,10 @@ class Address:
 
 
 class AddressCache:
-    """The addresses of host names. They are cached, because a host that is cut off can't look up names."""
+    """The addresses of host names. They are cached, because a host that is cut off can't look up names.
+
+    Only the thread that publishes reports uses it. The look-ups themselves run in another thread.
+    """
 
     def __init__(self) -> None:
         self._names = NameLookup()
