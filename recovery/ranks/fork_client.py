@@ -1,9 +1,9 @@
 """The client of the fork server, for warm starts: ranks are forked from a process with their modules imported.
 
 A new interpreter needs seconds to import torch, but a fork of a process that has imported it needs milliseconds. A command
-that can't be started warm is started cold, as without this file. Nothing here raises except if a log can't be written;
-`reason` contains why there is no warm start. Call everything from the main thread, because processes that are started here
-end with the thread that started them (`process_kill.die_with_parent`).
+that can't be started warm is started cold, as without this file. `ForkServers` raises nothing, except `fork` if a log can't be
+written; `ForkServerClient.reason` contains why there is no warm start. Only the main thread uses this file, because processes
+that are started here end with the thread that started them (`process_kill.die_with_parent`).
 """
 
 from __future__ import annotations
@@ -134,6 +134,8 @@ class ForkServerClient:
         command: the command of the ranks.
         environ: the environment of a rank.
         imports: the import report of a rank (`ckpt.training.import_report`), which the fork server reads at its start.
+
+        Raises OSError if this process has too many open files, or no temporary file can be made. Other failures are in `reason`.
         """
         client = cls(environ)
         try:
@@ -175,7 +177,7 @@ class ForkServerClient:
         """Fork a rank that runs the command with this environment; None: start it cold.
 
         Its output is appended to the log. The rank is a child of this process in a session of its own, and ends when this
-        process ends. Raises OSError if the log can't be written.
+        process ends. Raises OSError if the log can't be written, or if this process has too many open files.
         """
         if not self.is_ready:
             return None
@@ -280,7 +282,7 @@ class ForkServers:
                     self._imported = set(modules)
                     self._next = ForkServerClient.start(self._command, environ, imports)
         except OSError:
-            pass  # there is no report yet
+            pass  # there is no report yet, or a client can't be created now
         except ValueError:  # e.g. two processes with the page of one rank have written it at once
             log.warning("%s is no list of imports, and is ignored; start one process with CKPT_PULSE on each rank", imports)
         if self._next is None or not (self._next.is_ready or self._next.reason):
