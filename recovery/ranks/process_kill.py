@@ -37,8 +37,12 @@ def adopt_orphans() -> None:
 
 
 def kill_sessions(sessions: Iterable[int], mark: str = "", spared_sessions: Iterable[int] = ()) -> None:
-    """Kill all processes of some sessions, and those with a mark, also stopped ones.
+    """Kill all processes of some sessions, and those with a mark, and wait until they have ended. Stopped processes end, too.
 
+    After 200 passes it returns in any case, because a process that hangs in the kernel does not end.
+
+    sessions: the process ids of their leaders, as of setsid(2).
+    mark: NAME=value in the environment of the processes; "" none.
     spared_sessions: their processes are not killed although they have the mark.
     """
     session_ids, spared = list(sessions), list(spared_sessions)
@@ -87,6 +91,8 @@ def reap_orphans() -> None:
 
 
 _registered_children: set[int] = set()
+"""The process ids of children for which other code waits. They stay after the child has ended, so if the kernel gives such an id to
+an orphan, the orphan is not reaped. Only the main thread changes and reads the set."""
 
 
 def register_child(pid: int) -> None:

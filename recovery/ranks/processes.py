@@ -31,7 +31,7 @@ def _stat_fields(pid: int) -> list[str]:
 
 
 def find_processes(sessions: Iterable[int], mark: str = "", spared_sessions: Iterable[int] = ()) -> list[int]:
-    """Return all living processes of some sessions, and those with `mark` (NAME=value) in their environment.
+    """Return the ids of all living processes of some sessions, and of those with `mark` (NAME=value) in their environment.
 
     A descendant that has left its session still has the mark. Raises OSError if /proc can't be read now.
 
