@@ -1,7 +1,7 @@
 """`RunLog`, the interface to what all hosts of a run share: an append-only log, and one report for each agent.
 
-The log decides. Its entries are numbered, and each number is written once. If two agents both act as the coordinator, the
-append of one of them fails, and it reads what the other has written. There are two implementations: SQLite in the folder of
+The log decides. Its entries are numbered, and each number is written once. If two agents both lead for a moment, the append of
+one of them fails, and it reads what the other has written. There are two implementations: SQLite in the folder of
 the run (sqlite.py) for the agents of one host, and etcd (etcd.py) for those of many hosts.
 """
 
