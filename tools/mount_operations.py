@@ -42,7 +42,10 @@ class Ownership:
 
 
 class MountOperations:
-    """The file-system operations of a mounted namespace, as fusepy calls them. Each may raise OSError."""
+    """The file-system operations of a mounted namespace, as fusepy calls them. Each may raise OSError.
+
+    Threads of FUSE call them at the same time.
+    """
 
     def __init__(self, namespace: Namespace, root: str, ownership: Ownership | None = None) -> None:
         self._namespace = namespace
@@ -50,7 +53,9 @@ class MountOperations:
         self._ownership = ownership or Ownership()
         self._handles: dict[int, MountReader | MountFile] = {}
         self._files_in_writing: dict[str, MountFile] = {}
-        self._folders: dict[str, tuple[float, dict[str, float]]] = {}  # by path: until when they are valid, and the attributes
+        # By path: until when an entry is valid, and the attributes. Used without a lock: each entry is replaced as a whole, and a
+        # lost one is looked up again.
+        self._folders: dict[str, tuple[float, dict[str, float]]] = {}
         self._next_handle = 1
         self._lock = threading.Lock()
         """Guards `_next_handle`. Guards changes of `_handles` and `_files_in_writing`."""

@@ -26,6 +26,8 @@ class AgentHeartbeat:
     If the loop of the agent hangs, nothing is published, so that the other hosts continue without this one, and the lease ends
     the ranks. Both last until the loop ticks again.
 
+    The main thread calls the methods. It replaces `_report` as a whole, and the thread of this object reads it without a lock.
+
     single_host: whether the run has no other host, so that nobody would continue without this one.
     """
 

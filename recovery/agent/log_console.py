@@ -23,7 +23,10 @@ _FLUSH_SECONDS = 1.0
 
 
 class LogConsole:
-    """Copies the logs of "all" ranks, of rank "0", or of "none" to the standard output."""
+    """Copies the logs of "all" ranks, of rank "0", or of "none" to the standard output.
+
+    The main thread calls the methods. It only appends to `_files`, of which the thread of this object reads a copy.
+    """
 
     def __init__(self, which: str) -> None:
         self._shown = which

@@ -22,7 +22,7 @@ log = logging.getLogger("ckpt.run")
 class TimeAccounting:
     """The time accounting of one agent. It accounts from when the agent leads until it reads that another agent leads.
 
-    Each period of time begins where the one before it ended.
+    Each period of time begins where the one before it ended. The main thread owns this object and its ledger.
 
     folder: the folder of the ledger files.
     name: the name of this host.
@@ -72,6 +72,7 @@ class TimeAccounting:
         self._ledger.account(category, max(0, run_state.attempt), step, committed)
 
     def close(self, run_state: RunState) -> None:
+        """Account the time until now if this agent leads, and close the ledger, because the agent ends."""
         if self._is_leading(run_state):
             self._close(ended=True)
 

@@ -26,7 +26,10 @@ _FOLLOWER_READ_SECONDS = 0.5
 
 
 class Coordinator:
-    """The part of one agent in the decisions about a run."""
+    """The part of one agent in the decisions about a run. The main thread owns it.
+
+    single_host: whether the run has no other host, so that no reports of others are read.
+    """
 
     def __init__(self, run_log: RunLog, single_host: bool) -> None:
         self._run_log = run_log

@@ -173,7 +173,10 @@ def pause_seconds(gap: float) -> float:
 
 @dataclass(slots=True)
 class AgentLiveness:
-    """Which agents are alive, as one agent observes it. It uses its own clock only, so the clocks of hosts may differ."""
+    """Which agents are alive, as one agent observes it. It uses its own clock only, so the clocks of hosts may differ.
+
+    The main thread owns it.
+    """
 
     lost_seconds: float = LOST_SECONDS
     _observed: dict[str, _ObservedReport] = field(default_factory=dict)

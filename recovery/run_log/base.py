@@ -53,7 +53,8 @@ class LogEntry:
 class RunLog(ABC):
     """The log and the reports of one run. Calls raise Unavailable if the storage does not answer.
 
-    Entries are durable when `append` returns.
+    Entries are durable when `append` returns. The main thread of an agent reads and appends. The thread that publishes reports
+    calls only `publish_report` and `endpoints`, and the thread of the host lease only `endpoints`.
     """
 
     is_remote = False
@@ -97,7 +98,8 @@ class RunLog(ABC):
         return []
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the file or the connections. The log and the reports stay."""
 
 
 def placeholder_entry(number: int, why: str) -> LogEntry:
