@@ -48,7 +48,7 @@ log = logging.getLogger("ckpt.run")
 
 
 class Agent:
-    """The agent of this host. It is used from the main thread only."""
+    """The agent of this host. The main thread owns it. Threads of the HTTP server call only `_render_metrics`."""
 
     def __init__(self, spec: RunSpec, options: HostOptions, run_log: RunLog, print_line: Callable[[str], None]) -> None:
         self._spec, self._options = spec, options
@@ -63,7 +63,7 @@ class Agent:
         self._joined: Joined | None = None
         self._accounting: TimeAccounting | None = None
         self._loop: AgentLoop | None = None
-        self._has_ledger_failed = False  # of the threads that serve metrics
+        self._has_ledger_failed = False  # only the threads that serve metrics use it; two of them may print one warning each
         self._printed_unlisted: frozenset[str] = frozenset()
 
     def run(self) -> int:
@@ -110,11 +110,14 @@ class Agent:
             lambda: make_report(identity, self._signals, ranks, self._memory),
         )  # fmt: skip
         joined = Joining(self._log, request, self._signals, self._messages.print).join()
-        self._has_unlisted_nodes()
+        self._print_unlisted_nodes()
         return joined
 
-    def _has_unlisted_nodes(self) -> bool:
-        """Return whether nodes in the memory of this host may have steps although the log does not name them; print which."""
+    def _print_unlisted_nodes(self) -> bool:
+        """Print the nodes in the memory of this host that may have steps although the log does not name them, each once.
+
+        Returns whether there are any. Raises StoreError if the nodes can't be read.
+        """
         unlisted = self._memory.find_unlisted(self._log.entries)
         if new := sorted(unlisted - self._printed_unlisted):
             self._printed_unlisted |= unlisted
@@ -197,7 +200,7 @@ class Agent:
         free = self._memory.is_unused(run_state) if has_ended else can_leave_now
         self._memory.close_nodes()  # before the last look at them: nobody writes to them any more
         try:
-            free = free and not self._has_unlisted_nodes()
+            free = free and not self._print_unlisted_nodes()
         except StoreError as error:
             free = False
             self._messages.print(f"the memory is kept, as it is not known what it has: {error}")
