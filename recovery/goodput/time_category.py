@@ -10,6 +10,18 @@ from typing import Literal, get_args
 from ckpt.training.heartbeat_records import RankHeartbeat
 
 TimeCategory = Literal["useful", "redo", "stall", "restore", "spawn", "detect", "stop", "decide", "wait"]
+"""What a second of a run was spent on:
+
+- useful: steps done for the first time;
+- redo: steps that repeat lost ones;
+- stall: the training loop waits for a save;
+- restore: a step is loaded;
+- spawn: the ranks start, with their imports;
+- detect: the silence before a failure was noticed;
+- stop: the ranks are ended;
+- decide: the coordinator decides, or an agent follows the decision;
+- wait: the run waits for hosts, or before another attempt.
+"""
 TIME_CATEGORIES: tuple[TimeCategory, ...] = get_args(TimeCategory)
 
 
