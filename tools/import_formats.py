@@ -12,6 +12,7 @@ from ckpt.state.name_patterns import matcher
 from ckpt.state.tree import join_path
 from ckpt.storage.base.checked_decode import parse_json
 from ckpt.storage.base.errors import CkptError
+from ckpt.tools.export_safetensors import HEADER_LIMIT
 from ckpt.tools.import_megatron import is_megatron
 
 _READERS = {
@@ -128,6 +129,6 @@ def _has_safetensors_header(path: Path) -> bool:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         try:
-            return 2 <= length <= 100_000_000 and isinstance(parse_json(file.read(length)), dict)
+            return 2 <= length <= HEADER_LIMIT and isinstance(parse_json(file.read(length)), dict)
         except ValueError:
             return False

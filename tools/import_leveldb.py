@@ -13,7 +13,7 @@ _CRC_MASK = 0xA282EAD8
 
 
 def read_leveldb(path: Path) -> dict[bytes, bytes]:
-    """Return all entries of a table; raise ValueError or LookupError for one that is damaged or compressed."""
+    """Return all entries of a table; raise ValueError, LookupError or struct.error for one that is damaged or compressed."""
     data = path.read_bytes()
     footer = data[-_FOOTER_BYTES:]
     if len(footer) < _FOOTER_BYTES or struct.unpack("<Q", footer[-8:])[0] != _MAGIC:
