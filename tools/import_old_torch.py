@@ -20,7 +20,7 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 """The header of a record in a zip archive. Its last fields are the lengths of the name and of the extra field."""
 
 
-def reports_places(torch: ModuleType) -> bool:
+def reports_storage_offsets(torch: ModuleType) -> bool:
     """Return whether torch.load to the device meta reports where each storage lies, which it does from torch 2.7 on."""
     return hasattr(torch.UntypedStorage, "_checkpoint_offset")
 

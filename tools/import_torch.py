@@ -18,7 +18,7 @@ from ckpt.state.tree import join_path
 from ckpt.storage.base.errors import CkptError, first_line
 from ckpt.tools.common import import_optional
 from ckpt.tools.import_files import DAMAGE, FileLeaf, FileRegion, raise_if_unreadable, refuse_damage, whole_file_leaf
-from ckpt.tools.import_old_torch import allowed_classes, load_to_meta, reports_places
+from ckpt.tools.import_old_torch import allowed_classes, load_to_meta, reports_storage_offsets
 
 _CHECKED_BYTES = 4 << 20
 
@@ -83,7 +83,7 @@ def _require_intact(file: IO[bytes], where: str) -> None:
 
 def _load(torch: ModuleType, file: IO[bytes], where: str, device: str) -> Any:
     try:
-        if device == "meta" and not reports_places(torch):
+        if device == "meta" and not reports_storage_offsets(torch):
             return load_to_meta(torch, file)
         return torch.load(file, map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:

@@ -229,14 +229,14 @@ def _stages_1_and_2(folder: Path, model: Any, optimizers: Sequence[Any]) -> Iter
     for number, shapes in enumerate(model["param_shapes"]):
         weights = [each["single_partition_of_fp32_groups"][number] for each in optimizers]
         length = max(leaf.shape[0] for leaf in weights)
-        places: dict[str, list[Part]] = {}
+        parts: dict[str, list[Part]] = {}
         at = 0
         for index, (name, shape) in enumerate(shapes.items()):
             size = math.prod(shape)
             cuts = ((rank, max(at, rank * length), min(at + size, (rank + 1) * length)) for rank in range(len(weights)))
-            places[name] = [Part(rank, a - at, b - at, a - rank * length) for rank, a, b in cuts if a < b]
+            parts[name] = [Part(rank, a - at, b - at, a - rank * length) for rank, a, b in cuts if a < b]
             at += size + (paddings[number][index] if paddings else 0)
-        yield _group(shapes, places, weights, [each["state"].get(number, {}) for each in base], base[0], number, number)
+        yield _group(shapes, parts, weights, [each["state"].get(number, {}) for each in base], base[0], number, number)
 
 
 def _stage_3(model: Any, optimizers: Sequence[Any]) -> Iterator[PartitionGroup]:
@@ -244,20 +244,20 @@ def _stage_3(model: Any, optimizers: Sequence[Any]) -> Iterator[PartitionGroup]:
     base = [base_state(each) for each in optimizers]
     owner = {index: number for number, group in enumerate(base[0]["param_groups"]) for index in group["params"]}
     for number, shapes in enumerate(model["param_shapes"]):
-        places: dict[str, list[Part]] = {}
+        parts: dict[str, list[Part]] = {}
         at = 0
         for name, shape in shapes.items():
             size = math.prod(shape)
             length = -(-size // len(optimizers))
             cuts = ((rank, rank * length, min(size, (rank + 1) * length)) for rank in range(len(optimizers)))
-            places[name] = [Part(rank, a, b, at) for rank, a, b in cuts if a < b]
+            parts[name] = [Part(rank, a, b, at) for rank, a, b in cuts if a < b]
             at += length
         weights = [each["fp32_flat_groups"][number] for each in optimizers]
-        yield _group(shapes, places, weights, [each["state"].get(number, {}) for each in base], base[0], number, owner[number])
+        yield _group(shapes, parts, weights, [each["state"].get(number, {}) for each in base], base[0], number, owner[number])
 
 
 def _group(
-    shapes: dict[str, Any], places: dict[str, list[Part]], weights: Sequence[FileLeaf], states: Sequence[dict[str, Any]],
+    shapes: dict[str, Any], parts: dict[str, list[Part]], weights: Sequence[FileLeaf], states: Sequence[dict[str, Any]],
     base: dict[str, Any], index: int, number: int,
 ) -> PartitionGroup:  # fmt: skip
     """Return a group. index: of the flat partition in the optimizer's state; number: of its group of options."""
@@ -265,11 +265,11 @@ def _group(
     for key, value in states[0].items():
         for name, shape in shapes.items():
             if isinstance(value, FileLeaf) and key != "step" and value.shape and value.shape != (1,):
-                found[name][key] = leaf_of_parts(tuple(shape), places[name], [state[key] for state in states])
+                found[name][key] = leaf_of_parts(tuple(shape), parts[name], [state[key] for state in states])
             else:
                 found[name][key] = step_tensor(value) if key == "step" else value
     options = {key: value for key, value in base["param_groups"][number].items() if key != "params"}
-    made = {name: leaf_of_parts(tuple(shape), places[name], weights) for name, shape in shapes.items()}
+    made = {name: leaf_of_parts(tuple(shape), parts[name], weights) for name, shape in shapes.items()}
     return PartitionGroup(made, found, options, number)
 
 
@@ -280,10 +280,10 @@ def step_tensor(value: Any) -> Any:
     return import_optional("torch", "a checkpoint of DeepSpeed", "torch").tensor(float(value))
 
 
-def leaf_of_parts(shape: tuple[int, ...], places: Sequence[Part], partitions: Sequence[FileLeaf]) -> FileLeaf:
+def leaf_of_parts(shape: tuple[int, ...], parts: Sequence[Part], partitions: Sequence[FileLeaf]) -> FileLeaf:
     """Return the leaf of a whole parameter from its parts in the flat partitions of the ranks."""
     regions = []
-    for part in places:
+    for part in parts:
         flat = getattr(partitions[part.rank], "single_region", None)  # None in a file of torch before 1.6
         if flat is None or not flat.is_contiguous or part.start + part.end - part.first > flat.shape[0]:
             raise CkptError(

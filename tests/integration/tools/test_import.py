@@ -27,7 +27,7 @@ from ckpt.tools import import_deepspeed, import_step, import_tensorflow, import_
 def each_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read files as with this torch, and as with one whose torch.load does not report where tensors lie."""
     if not request.param:
-        monkeypatch.setattr("ckpt.tools.import_torch.reports_places", lambda torch: False)
+        monkeypatch.setattr("ckpt.tools.import_torch.reports_storage_offsets", lambda torch: False)
 
 
 @pytest.mark.parametrize(

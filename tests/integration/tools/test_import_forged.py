@@ -257,11 +257,11 @@ def test_a_part_of_the_contents_is_forged(make: Callable[[Path], Any], tmp_path:
         write(whole)
 
 
-@pytest.mark.parametrize("reports_places", [True, False], ids=["torch reports places", "torch before 2.7"])
+@pytest.mark.parametrize("reports_storage_offsets", [True, False], ids=["torch reports places", "torch before 2.7"])
 def test_a_byte_of_the_pickle_of_torch_save_is_forged(
-    reports_places: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reports_storage_offsets: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt.tools.import_torch.reports_places", lambda torch: reports_places)
+    monkeypatch.setattr("ckpt.tools.import_torch.reports_storage_offsets", lambda torch: reports_storage_offsets)
     torch.save({"a": ONES, "b": [1, torch.ones(6, 8)[1:3, 2:5].T]}, tmp_path / "whole.pt")
     with zipfile.ZipFile(tmp_path / "whole.pt") as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
