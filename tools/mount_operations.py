@@ -53,8 +53,8 @@ class MountOperations:
         self._ownership = ownership or Ownership()
         self._handles: dict[int, MountReader | MountFile] = {}
         self._files_in_writing: dict[str, MountFile] = {}
-        # By path: until when an entry is valid, and the attributes. Used without a lock: each entry is replaced as a whole, and a
-        # lost one is looked up again.
+        # By path: until when an entry is valid, and the attributes. Used without a lock: each entry is replaced as a whole,
+        # and a lost one is looked up again.
         self._folders: dict[str, tuple[float, dict[str, float]]] = {}
         self._next_handle = 1
         self._lock = threading.Lock()

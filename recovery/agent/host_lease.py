@@ -100,8 +100,8 @@ class HostLease:
         self._sessions: frozenset[int] = frozenset()
         self._loss: ContactLoss | LoopHang | None = None
         self._hang: LoopHang | None = None
-        # These three are replaced as a whole: `_reports` by the main thread, the others by the thread that publishes reports. So
-        # the other threads read them without the lock.
+        # These three are replaced as a whole: `_reports` by the main thread, the others by the thread that publishes reports.
+        # So the other threads read them without the lock.
         self._reports: Mapping[str, AgentReport] = {}
         self._endpoints: tuple[Address, ...] = ()
         self._hosts: Mapping[str, Address] = {}

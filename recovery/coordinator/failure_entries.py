@@ -68,7 +68,7 @@ def make_failure(
 
 
 def draft_failure_and_decision(view: DecisionInput, failure: Failure) -> list[Draft]:
-    """Return both entries, to be appended together. If the decision can't be read later, the leader at that time decides again."""
+    """Return both entries, to be appended together. If the decision can't be read later, the leader then decides again."""
     run_state = view.run_state
     return [draft_failure(run_state.attempt, failure), *draft_decisions(view, [*run_state.failures, failure])]
 

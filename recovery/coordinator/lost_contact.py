@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from ckpt.recovery.run_log.agent_reports import LOST_SECONDS
 
 PROBE_SECONDS = 0.75
-"""The longest time of one probe. Three probes begin within a lease, and the last two of them try the other hosts. So a host notices
-a loss of contact about 0.3 s after the end of its lease."""
+"""The longest time of one probe. Three probes begin within a lease, and the last two of them try the other hosts. So a host
+notices a loss of contact about 0.3 s after the end of its lease."""
 _FRESH_SECONDS = 2.0
 """A probe that is older, or took longer, proves nothing: this process may have been stopped in between."""
 

@@ -3,8 +3,8 @@
     run → start → failure → decision → start → … → end
                ↘ stop ↗      (the run was requested to end, or a host leaves: all ranks save after the same step)
 
-The coordinator of each agent calls `draft_next_entries` in a loop while its agent leads. A new leader continues where the entries
-of a dead one end.
+The coordinator of each agent calls `draft_next_entries` in a loop while its agent leads. A new leader continues where the
+entries of a dead one end.
 """
 
 from __future__ import annotations

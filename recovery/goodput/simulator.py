@@ -1,8 +1,8 @@
 """Simulates days of training with failures, with the same decision functions as a real run.
 
-`World` is numbers: how often things fail, and how long each phase takes. `Policy` is functions: by default `decide` and
-Daly's interval, as in a real run; others can be given. Time jumps from one event to the next: a save, its commit, a failure,
-the return of a repaired host.
+`World` has numbers: how often things fail, and how long each phase takes. `Policy` has the interval between saves, and the
+function that decides after a failure: by default `decide`, as in a real run. `daly_policy` returns one with Daly's interval.
+Time jumps from one event to the next: a save, its commit, a failure, the return of a repaired host.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -364,8 +364,3 @@ def simulate_intervals(world: World, days: float, seeds: int, intervals: Sequenc
 
 
 _INTERVAL_FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1 / 1.4, 1.4, 2, 4, 8, 16)
-
-
-def total_seconds_by_category(outcomes: Sequence[Outcome]) -> Mapping[str, float]:
-    """Return the seconds of each category, summed over all outcomes."""
-    return {name: sum(outcome.seconds[name] for outcome in outcomes) for name in TIME_CATEGORIES}

@@ -135,7 +135,7 @@ class ForkServerClient:
         environ: the environment of a rank.
         imports: the import report of a rank (`ckpt.training.import_report`), which the fork server reads at its start.
 
-        Raises OSError if this process has too many open files, or no temporary file can be made. Other failures are in `reason`.
+        Raises OSError if too many files are open, or no temporary file can be made. Other failures are in `reason`.
         """
         client = cls(environ)
         try:

@@ -33,7 +33,8 @@ _OOM_DETAIL = "was killed by the kernel, as there was no memory left (SIGKILL)"
 class RankMonitor:
     """Watches the ranks of one attempt. The agent calls `poll` several times a second.
 
-    The main thread owns it. Other threads may read `heartbeats`: the ranks stay the same, and a heartbeat is replaced as a whole.
+    The main thread owns it. Other threads may read `heartbeats`: the ranks stay the same, and each heartbeat is replaced as a
+    whole.
 
     best_step: the newest step that any attempt has done; steps up to it count as repeated.
     straggler_seconds: the time window in which the pace of the ranks is measured.
