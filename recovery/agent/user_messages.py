@@ -29,7 +29,8 @@ class UserMessages:
         self._log_error = self._pending_text = ""
 
     def print(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # the terminal is gone or the disk is full; the log has the message
+        """Print a message for the user."""
+        with contextlib.suppress(OSError):  # the terminal is gone or the disk is full; the agent continues without the message
             self._print_line(text)
 
     def print_entry(self, entry: LogEntry) -> None:

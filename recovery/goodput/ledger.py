@@ -58,6 +58,7 @@ class LedgerSpan:
 
     @property
     def began(self) -> float:
+        """Its beginning, in seconds since 1970."""
         return self.at - self.seconds
 
 
@@ -185,7 +186,10 @@ def _encode_span(span: LedgerSpan) -> bytes:
 
 
 def process_start_time() -> float:
-    """Return when this process was started, by CLOCK_MONOTONIC, and never an earlier time; now if that is unknown."""
+    """Return when this process was started, by CLOCK_MONOTONIC, and never an earlier time.
+
+    Returns the time now if the start is unknown, or longer ago than Python takes to start.
+    """
     try:
         with open("/proc/self/stat", errors="replace") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])  # proc(5): starttime, rounded down to whole ticks

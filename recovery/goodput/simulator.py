@@ -116,6 +116,7 @@ class Outcome:
 
     @property
     def goodput(self) -> float:
+        """The useful share of the time, 0 to 1."""
         return ledger.goodput(self.seconds)
 
 
@@ -342,6 +343,7 @@ class IntervalOutcome:
 
     @property
     def goodput(self) -> float:
+        """The mean goodput of all seeds, 0 to 1."""
         return fmean(self.goodputs)
 
     def mean(self, name: TimeCategory) -> float:

@@ -31,6 +31,7 @@ class CutOffAttempt:
     step_seconds: float = 0.0
 
     def as_failure(self) -> Failure:
+        """Return the failure that ended the attempt, without what nobody has recorded: its step, its time and its host."""
         return Failure(
             "lost", (), "", -1, self.committed, 0.0, restored=self.restored, durable=self.durable,
             step_seconds=self.step_seconds, line=self.line,

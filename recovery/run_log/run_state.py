@@ -108,6 +108,7 @@ class RunState:
 
     @property
     def has_ended(self) -> bool:
+        """Whether the log has the end of the run."""
         return self.last is not None and self.last.kind == "end"
 
     @property
