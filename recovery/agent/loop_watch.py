@@ -1,4 +1,4 @@
-"""`LoopWatch`, which tells whether the loop of an agent hangs, so that its heartbeat thread must not report it as alive."""
+"""`LoopWatch`, which finds out whether the loop of an agent hangs, so that no thread reports the agent as alive."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ fails after 60 s; before that it may write stacks for some seconds."""
 
 
 class LoopWatch:
-    """The time since the last tick of a loop. The main thread ticks, and one other thread looks, about twice a second.
+    """The time since the last tick of a loop. The main thread ticks, and one other thread checks it about twice a second.
 
     now: the time by CLOCK_MONOTONIC.
     """
@@ -20,7 +20,7 @@ class LoopWatch:
     def __init__(self, now: float) -> None:
         self._lock = threading.Lock()
         """Guards the times and `_is_ended`."""
-        self._ticked_at = self._looked_at = now
+        self._ticked_at = self._checked_at = now
         self._is_ended = False
 
     def tick(self, now: float) -> None:
@@ -36,10 +36,10 @@ class LoopWatch:
     def hung_seconds(self, now: float) -> float:
         """Return how long the loop hangs; 0 if it does not.
 
-        Of the time between two looks, at most UNOBSERVED_SECONDS count: in a longer gap the whole process was stopped.
+        Of the time between two calls, at most UNOBSERVED_SECONDS count: in a longer gap the whole process was stopped.
         """
         with self._lock:
-            self._ticked_at += pause_seconds(now - self._looked_at)
-            self._looked_at = now
+            self._ticked_at += pause_seconds(now - self._checked_at)
+            self._checked_at = now
             silent = now - self._ticked_at
             return silent if silent > HUNG_SECONDS and not self._is_ended else 0.0
