@@ -19,6 +19,7 @@ class HostOptions:
     address: str = "127.0.0.1"
     """The address at which ranks of other hosts reach the ranks of this host."""
     limits: HangLimits = field(default_factory=HangLimits)
+    """When a rank counts as hung. It learns from the ranks of all attempts on this host."""
     shown_output: str = "0"
     """The ranks whose output is copied to the console: "0", "all" or "none"."""
     use_fork_server: bool = True

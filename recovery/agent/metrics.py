@@ -61,8 +61,10 @@ def render_metrics(
 def serve(host: str, port: int, render: Callable[[], str]) -> HttpPages:
     """Serve the result of `render` at /metrics, and /healthz, until the returned server is closed.
 
-    Its `port` is the port in use.
-    `render` is called from other threads. Raises OSError if the port is in use.
+    port: 0 means any free port. The `port` of the returned server is the one in use.
+    render: called from the threads of the server.
+
+    Raises OSError if the address can't be listened on.
     """
     pages = {"/metrics": lambda: HttpPage(render().encode(), CONTENT_TYPE), "/healthz": lambda: HttpPage(b"running\n")}
     return HttpPages(host, port, pages, "ckpt-run-metrics")

@@ -21,7 +21,11 @@ _STOP_AHEAD_SECONDS = 0.5
 
 
 def draft_stop_request(run_state: RunState, reports: Sequence[AgentReport], text: str) -> Draft:
-    """Return the draft that makes all ranks save after the same step and end."""
+    """Return the first stop request of an attempt. Its step lies so far ahead that the agents of all hosts read it in time.
+
+    reports: of the hosts of the attempt.
+    text: why the ranks stop, such as the name of a signal.
+    """
     several = run_state.spec is not None and run_state.spec.hosts > 1
     newest = max((report.newest for report in reports), default=-1)
     step_seconds = max(1e-6, min((report.step_seconds for report in reports), default=1.0))

@@ -52,7 +52,7 @@ _PROCESS_END_SECONDS = 2.0
 
 
 class MemoryNodes:
-    """The agent's side of the process. Only `close` waits. The main thread calls the methods."""
+    """The agent's side of the process. Only `close` and `remove` wait. The main thread calls the methods."""
 
     def __init__(self, folder: Path, address: str, security: NodeSecurity) -> None:
         self.nodes: tuple[str, ...] = ()
@@ -68,6 +68,7 @@ class MemoryNodes:
         self._retry_at = 0.0
         self._last_warning = ""
         self._process: subprocess.Popen[bytes] | None = None
+        self._received = b""  # of the process: the beginning of a line
         self._start()
 
     @property

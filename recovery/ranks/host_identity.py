@@ -105,8 +105,9 @@ def lock_run(folder: Path) -> int:
 def lock_host_name(folder: Path, name: str) -> tuple[int, str]:
     """Lock a host name for this agent until it ends, and return the descriptor and the name.
 
-    If another agent has locked the name, as a second agent on the same host, a number is appended. Raises CkptError if too many
-    have.
+    If another agent has locked the name, as a second agent on the same host, a number is appended.
+
+    Raises CkptError if a run on one host has locked the folder, or if agents have locked the name with all numbers below 1000.
     """
     # A shared lock: other agents may use the folder, but a run on one host may not.
     _lock(folder, "lock", _in_use_message(folder), fcntl.LOCK_SH)

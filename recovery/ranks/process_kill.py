@@ -91,8 +91,8 @@ def reap_orphans() -> None:
 
 
 _registered_children: set[int] = set()
-"""The process ids of children for which other code waits. They stay after the child has ended. So if the kernel gives such an id
-to an orphan, the orphan is not reaped. Only the main thread uses the set."""
+"""The process ids of children for which other code waits. They stay after the child has ended. So if the kernel gives such an
+id to an orphan, the orphan is not reaped. Only the main thread uses the set."""
 
 
 def register_child(pid: int) -> None:

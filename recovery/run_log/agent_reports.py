@@ -125,6 +125,7 @@ class AgentReport:
     """The number of this report."""
 
     def to_facts(self) -> dict[str, object]:
+        """Return the report as JSON values, as `decode_report` reads it."""
         return asdict(self)
 
 
@@ -157,6 +158,7 @@ def decode_reports(facts_by_name: Mapping[str, Mapping[str, object]]) -> dict[st
 
 
 _warned_agents: set[str] = set()
+"""The agents whose report a warning has named already."""
 
 
 @dataclass(slots=True)
@@ -167,7 +169,7 @@ class _ObservedReport:
 
 
 def pause_seconds(gap: float) -> float:
-    """Return by how many seconds the gap between two looks is too long, as this host was stopped; these count as no wait."""
+    """Return the part of a gap between two observations that does not count as silence, because this host was stopped."""
     return max(0.0, gap - UNOBSERVED_SECONDS)
 
 
@@ -219,7 +221,7 @@ class AgentLiveness:
         return {name: seen.report for name, seen in self._observed.items() if self._now - seen.observed_at <= self.lost_seconds}
 
     def silent(self) -> dict[str, AgentReport]:
-        """Return the last reports of agents that are neither observed to live nor known to have ended."""
+        """Return the last reports of lost agents: no new one came for `lost_seconds`, and the old one is still there."""
         maybe_living = self.maybe_living()
         return {name: seen.report for name, seen in self._observed.items() if name not in maybe_living}
 

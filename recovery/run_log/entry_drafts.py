@@ -19,7 +19,7 @@ from ckpt.recovery.run_log.run_state import RunState
 
 @dataclass(frozen=True, slots=True)
 class AttemptStart:
-    """All that an entry of the kind `start` contains."""
+    """The hosts of an attempt that starts, and what their ranks get."""
 
     attempt: int
     members: Sequence[AttemptHost]

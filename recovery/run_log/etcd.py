@@ -30,7 +30,7 @@ _TIMEOUT_SECONDS = 1.0
 """How long a call waits. The ranks continue while etcd does not answer; only decisions are delayed."""
 
 _REPORT_TRIES = 3
-"""How often a report is written again after another process has changed its key. Only the removal of a lost agent does so."""
+"""How often a report is tried, if another process changes its key in between. Only the removal of a lost agent does so."""
 
 _PAGE_ENTRIES = 16
 """How many entries one call reads. An answer has at most 16 MiB, and the start of an attempt on 512 hosts about 0.1 MB."""

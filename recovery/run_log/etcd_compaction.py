@@ -36,7 +36,7 @@ class EtcdCompaction:
         self._has_failed = False
 
     def compact_if_due(self, now: float) -> None:
-        """Compact if a period is over. A failure is logged, the first in a row. now: the time by CLOCK_MONOTONIC."""
+        """Compact if a period is over. Of failures in a row, only the first is logged. now: the time by CLOCK_MONOTONIC."""
         if now < self._next_at:
             return
         self._next_at = now + _PERIOD_SECONDS
