@@ -78,9 +78,7 @@ def start(
             rank.pidfd = os.pidfd_open(process.pid)  # if this fails, the process is ended like those before
     except OSError as error:
         stop_ranks(ranks, "")
-        if error.errno in _TRANSIENT_ERRORS:
-            raise Unavailable(f"{error.filename or command[0]} can't be started now: {describe_os_error(error)}") from error
-        raise _start_error(command, error.strerror) from error
+        raise _launch_error(command, error) from error
     return ranks
 
 
@@ -90,6 +88,17 @@ def require_startable(command: Sequence[str]) -> None:
     if shutil.which(command[0]) is None:
         exists = "/" in command[0] and os.path.exists(command[0])
         raise _start_error(command, os.strerror(errno.EACCES if exists else errno.ENOENT))
+
+
+def _launch_error(command: Sequence[str], error: OSError) -> CkptError:
+    """Return the error of a start: Unavailable if a later one may succeed. It names the log or the page, if that is the reason."""
+    is_transient = error.errno in _TRANSIENT_ERRORS
+    if error.filename is not None and os.fspath(error.filename) != command[0]:
+        message = f"{os.fspath(error.filename)} can't be written: {describe_os_error(error)}"
+        return Unavailable(message) if is_transient else CkptError(message)
+    if is_transient:
+        return Unavailable(f"{command[0]} can't be started now: {describe_os_error(error)}")
+    return _start_error(command, error.strerror)
 
 
 def _start_error(command: Sequence[str], reason: str | None) -> CkptError:
