@@ -66,12 +66,12 @@ def command(state: str | None, adapt: str, job: JobOptions, host: HostRunOptions
     )
     address = (host.address or "").strip("[]") or host_identity.host_address(state if hosts > 1 else None)
     host_options = HostOptions(
-        name,
-        host.run_dir,
-        address,
-        host.hang_limits(),
-        host.show,
-        host.warm,
+        name=name,
+        folder=host.run_dir,
+        address=address,
+        limits=host.hang_limits(),
+        shown_output=host.show,
+        use_fork_server=host.warm,
         security=_node_security(address, security) if host.memory and hosts > 1 else None,
         metrics=_parse_metrics_address(host.metrics),
         through_mpi=host.launcher == "mpiexec",
