@@ -46,7 +46,10 @@ def _find_codec(encoding: str) -> codecs.CodecInfo | None:
 def serve_mount(url: str, folder: Path, options: dict[str, Any], ownership: Ownership | None = None) -> None:
     """Mount the namespace and serve it until an unmount or a signal ends it.
 
-    options: those of fusepy. Raises CkptError if the folder can't be mounted, or if writes are lost when it is unmounted.
+    options: those of fusepy.
+    ownership: the owner and mode of all files; None: this user, and umask 022.
+
+    Raises CkptError if FUSE is not installed, if the folder can't be mounted, or if writes are lost when it is unmounted.
     """
     try:
         import fuse

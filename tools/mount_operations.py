@@ -282,7 +282,7 @@ class MountOperations:
             reader.is_outdated = True
 
     def _notice(self, path: str, current: PathRecord) -> None:
-        """Tell the open files of a path that this is its file now, before the kernel gets its length."""
+        """Let the open files of a path follow to the file that it has now, before the kernel gets the length of that."""
         for reader in self._readers(path):
             reader.notice(current)
 

@@ -24,7 +24,10 @@ _UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d
 
 
 def time(text: str) -> float:
-    """Return the seconds of a text: a number, which may have a unit, such as 250ms, 30s, 5m, 3h or 2d."""
+    """Return the seconds of a text: a number, which may have a unit, such as 250ms, 30s, 5m, 3h or 2d.
+
+    `--help` shows the name of this function as the type of the options.
+    """
     found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) *([a-z]*)", text.strip())
     if not found or found[2] not in _UNITS:
         raise click.BadParameter(f"{text}: write seconds, or a time such as 250ms, 30s, 5m, 3h, 2d")

@@ -72,7 +72,7 @@ class HangLimits:
     def learn_hang(self, phase: str, seconds: float) -> None:
         """Record that a rank counted as hung after this time.
 
-        All phases with a learned limit, except `step`, learn it. So a rank that was only slow has more time in the next attempt.
+        All phases with a learned limit, except `step`, learn it: a rank that was only slow has more time in the next attempt.
         """
         if phase != "step":
             self.learn(phase, seconds)
