@@ -123,7 +123,7 @@ class HostRanks:
     def _launch(self, spec: LaunchSpec) -> list[RankProcess]:
         logs = self._options.folder / "logs" / str(spec.attempt)
         pages, fork_servers = self._surroundings.pages, self._surroundings.fork_servers
-        return launch.start(self._spec.command, spec, pages, logs, fork_servers, self._options.through_mpi)
+        return launch.start_ranks(self._spec.command, spec, pages, logs, fork_servers, self._options.through_mpi)
 
     def poll(self, is_leaving: bool) -> None:
         """Update the state of the ranks. is_leaving: whether this agent was requested to end."""

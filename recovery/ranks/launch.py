@@ -35,7 +35,7 @@ AGENT_VARIABLE = "CKPT_AGENT"
 """The environment variable that marks the ranks of an agent and all processes that they start."""
 
 
-def start(
+def start_ranks(
     command: Sequence[str],
     spec: LaunchSpec,
     pages: Path,
@@ -91,7 +91,7 @@ def require_startable(command: Sequence[str]) -> None:
 
 
 def _launch_error(command: Sequence[str], error: OSError) -> CkptError:
-    """Return the error of a start: Unavailable if a later one may succeed. It names the log or the page, if that is the reason."""
+    """Return the error of a start: Unavailable if a later one may succeed. It names the log or page that can't be written."""
     is_transient = error.errno in _TRANSIENT_ERRORS
     if error.filename is not None and os.fspath(error.filename) != command[0]:
         message = f"{os.fspath(error.filename)} can't be written: {describe_os_error(error)}"

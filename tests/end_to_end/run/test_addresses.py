@@ -17,8 +17,7 @@ from helpers.runs import have_ended
 
 from ckpt.recovery.ranks import launch, processes
 from ckpt.recovery.ranks.host_identity import host_address
-from ckpt.recovery.ranks.launch import free_port
-from ckpt.recovery.ranks.launch import start as start_ranks
+from ckpt.recovery.ranks.launch import free_port, start_ranks
 from ckpt.recovery.ranks.rank_environment import LaunchSpec
 from ckpt.recovery.ranks.stop_ranks import stop_ranks
 from ckpt.storage.base.errors import Unavailable

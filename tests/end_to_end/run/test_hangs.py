@@ -17,7 +17,7 @@ from helpers.thread_limits import refused_threads
 
 from ckpt.recovery.policy.hang_limits import HangLimits, uniform_initial_limits
 from ckpt.recovery.ranks import processes
-from ckpt.recovery.ranks.launch import start as start_ranks
+from ckpt.recovery.ranks.launch import start_ranks
 from ckpt.recovery.ranks.rank_environment import LaunchSpec
 from ckpt.recovery.ranks.rank_monitor import RankMonitor
 from ckpt.recovery.ranks.stop_ranks import stop_ranks

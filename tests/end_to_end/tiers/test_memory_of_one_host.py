@@ -18,8 +18,7 @@ from helpers.runs import RANKS, Run, assert_result, have_ended, kill_ranks, memo
 from helpers.runs import start as start
 
 import ckpt
-from ckpt.recovery.ranks.launch import free_port
-from ckpt.recovery.ranks.launch import start as start_ranks
+from ckpt.recovery.ranks.launch import free_port, start_ranks
 from ckpt.recovery.ranks.rank_environment import LaunchSpec
 from ckpt.recovery.ranks.stop_ranks import stop_ranks
 
