@@ -1,7 +1,8 @@
-"""Restarts a training job after failures: agents start and watch its ranks, the run log decides what is next.
+"""Restarts a training job after failures: agents start and watch its ranks, and follow the entries of a run log.
 
-Guarantees: every decision follows from the log alone, so any host that reads the same log makes the same decision. Used by
-`ckpt-run` (`tools`); it imports `ckpt` and the layers below it.
+Guarantees: the state of a run follows from its log alone, so all hosts that have read the same entries agree on it. One agent
+leads, and decides by this state and by the reports of all agents. Used by `ckpt-run` (`tools`); it imports `ckpt` and the
+layers below it.
 
 Start with `policy.restart_decision`, then `run_log.base`, `coordinator.coordinator` and `agent.agent`.
 """

@@ -12,7 +12,8 @@ from pathlib import Path
 from ckpt.storage.base.errors import CkptError, InvalidArgument
 
 LAUNCHERS = ("local", "mpiexec", "slurm", "torchrun", "k8s")
-"""mpiexec starts the ranks of one host. The launchers after it have started this agent on each host."""
+"""local: the agent starts the ranks of one host. mpiexec starts them in its place. The others have started this agent on each
+host."""
 
 NO_HOST_NAME = "it is not the name of a host"
 """The reason where a name can't be looked up because a part of it is empty or has more than 63 characters."""

@@ -1,8 +1,8 @@
 """`RunLog`, the interface to what all hosts of a run share: an append-only log, and one report for each agent.
 
-The log decides. Its entries are numbered, and each number is written once. If two agents both lead for a moment, the append of
-one of them fails, and it reads what the other has written. There are two implementations: SQLite in the folder of
-the run (sqlite.py) for the agents of one host, and etcd (etcd.py) for those of many hosts.
+All agents follow the entries of the log. The entries are numbered, and each number is written once. If two agents both lead
+for a moment, the append of one of them fails, and it reads what the other has written. There are two implementations: SQLite
+in the folder of the run (sqlite.py) for the agents of one host, and etcd (etcd.py) for those of many hosts.
 """
 
 from __future__ import annotations
