@@ -47,12 +47,12 @@ def main() -> None:
     args = parser.parse_args()
 
     mesh = Mesh(np.array(jax.devices()), ("model",))
-    with ckpt.Checkpointer(args.url, every=5, keep=2) as checkpointer:
-        state, start = checkpointer.restore({"weights": initial(mesh)})
+    with ckpt.Checkpointer(args.url, every=5, keep=2) as ck:
+        state, start = ck.restore({"weights": initial(mesh)})
         for step in range(start, args.steps):
             batch = jax.random.normal(jax.random.key(step), (32, WIDTH))
             state["weights"], loss = train_step(state["weights"], batch)
-            checkpointer.step(step, state, loss=loss)
+            ck.step(step, state, loss=loss)
             print(f"step {step}  loss {float(loss):.6f}  on {len(jax.devices())} devices")
 
 

@@ -17,7 +17,7 @@ def test_the_program_of_the_page_resumes(tmp_path: Path) -> None:
     found = re.search(r'```python title="train.py"\n(.*?)```', page, re.DOTALL)
     assert found is not None
     killed = found[1].replace(
-        "        saver.step(step, state)\n", "        saver.step(step, state)\n        assert step < 15 or start > 0\n"
+        "        ck.step(step, state)\n", "        ck.step(step, state)\n        assert step < 15 or start > 0\n"
     )
     assert killed != found[1]
     for program, status in ((killed, 1), (killed, 0)):
