@@ -1,4 +1,4 @@
-"""Saves by torch.distributed.checkpoint to a repository: a typical DCP script with two changed lines.
+"""Saves by torch.distributed.checkpoint to a repository: a typical DCP script, in which three lines are changed.
 
     torchrun --nproc-per-node=2 examples/dcp_swap.py dcp-run/checkpoints
 
