@@ -79,7 +79,7 @@ def main() -> None:
             loaded = ckpt.load(url)
             print("equal to what was saved:", np.array_equal(loaded["w"], state["w"]))
 
-            print("\nthe two nodes start again, one of them with an empty disk")
+            print("\nthe two nodes start again, one of them without its objects")
             subprocess.run(["rm", "-rf", str(Path(folder) / "node0" / "objects")], check=True)
             for i in range(2):
                 nodes[i] = start(Path(folder) / f"node{i}", nodes[i].port)
