@@ -1,9 +1,9 @@
 """Simulates how heat spreads over a plate that is divided into strips, one for each MPI rank.
 
-    ckpt-run -- mpiexec -n 4 python examples/run_mpi.py mpi-run/checkpoints
+    ckpt-run -n 4 --launcher mpiexec --run-dir mpi-run/files -- python examples/run_mpi.py mpi-run/checkpoints
 
-mpiexec starts the ranks, as MPI requires, and ends with an error when one of them dies. Then ckpt-run starts it again. Any
-number of ranks can continue from what another number saved. Five lines are about checkpoints.
+mpiexec starts the ranks, as MPI requires. When one of them dies, ckpt-run starts all ranks again. Any number of ranks can
+continue from what another number saved. Five lines are about checkpoints.
 """
 
 from __future__ import annotations
