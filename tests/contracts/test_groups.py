@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.meetings import PROGRAM, launch, rank_process, reports, run_in_threads
 from helpers.messages import one_line
 from helpers.processes import finish
+from helpers.rendezvous import PROGRAM, launch, rank_process, reports, run_in_threads
 from helpers.repositories import files
-from programs import meeting_rank
+from programs import rendezvous_rank
 
 from ckpt.errors import GroupError
 from ckpt.groups import SingleProcessGroup, as_group
@@ -53,11 +53,11 @@ def test_ranks_of_the_environment_exchange_bytes(tmp_path: Path) -> None:
 
 
 def test_a_single_process_exchanges_bytes_with_itself() -> None:
-    meeting_rank.check(SingleProcessGroup(), 1000)
+    rendezvous_rank.check(SingleProcessGroup(), 1000)
 
 
 def test_ranks_that_are_threads_exchange_bytes() -> None:
-    assert run_in_threads(*(lambda g=g: meeting_rank.check(g, 100_000) for g in ThreadGroup.make(4))) == [None] * 4
+    assert run_in_threads(*(lambda g=g: rendezvous_rank.check(g, 100_000) for g in ThreadGroup.make(4))) == [None] * 4
 
 
 def test_missing_threads_are_named() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.folders import PROGRAMS
-from helpers.meetings import env_groups, no_launcher, run_in_threads
+from helpers.rendezvous import env_groups, no_launcher, run_in_threads
 
 from ckpt.groups import host_notes
 from ckpt.recovery.ranks.launch import free_port

@@ -189,7 +189,7 @@ def test_a_save_of_ranks_that_are_suspended_is_committed_afterwards(tmp_path: Pa
     not hasattr(os, "memfd_create") or platform.machine() not in ("x86_64", "AMD64"), reason="no memory in common here"
 )
 def test_a_load_of_ranks_that_are_suspended_continues(tmp_path: Path) -> None:
-    """Both ranks must run for the meeting, so neither waits for the other one to start."""
+    """Both ranks must run for the rendezvous, so neither waits for the other one to start."""
     env = clean() | {"WORLD_SIZE": "2"}
     ranks = [python(SHARES_A_WINDOW, tmp_path, TIMEOUT_SECONDS, env=env | {"RANK": str(rank)}) for rank in range(2)]
     try:

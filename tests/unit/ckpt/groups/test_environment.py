@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from helpers.messages import one_line
-from programs import meeting_rank
+from programs import rendezvous_rank
 
 from ckpt.errors import GroupError
 from ckpt.groups import EnvGroup, SingleProcessGroup, as_group, detect
@@ -100,7 +100,7 @@ def test_a_torch_group_takes_precedence_over_the_environment(tmp_path: Path, mon
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
         assert isinstance(detect(), SingleProcessGroup)
-        meeting_rank.check(as_group(dist.group.WORLD), 1000)
+        rendezvous_rank.check(as_group(dist.group.WORLD), 1000)
         monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
         assert TorchGroup().can_exchange
         monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 from helpers.failing_store import FailingStore, Injected
-from helpers.meetings import env_groups, gather, meet, rank_process, run_in_threads, words
-from helpers.meetings import folder as folder
 from helpers.messages import one_line
 from helpers.processes import until
+from helpers.rendezvous import env_groups, gather, gathered, meet, rank_process, run_in_threads
+from helpers.rendezvous import folder as folder
 from helpers.repositories import files
-from programs import meeting_rank
+from programs import rendezvous_rank
 
 from ckpt.errors import GroupError
 from ckpt.groups import EnvGroup, Group, store_rendezvous
@@ -36,7 +36,7 @@ def test_ranks_meet_at_any_store(folder: Path, monkeypatch: pytest.MonkeyPatch, 
 
     def run(group: Group) -> None:
         group.meet_at(store)
-        meeting_rank.check(group, 100_000)
+        rendezvous_rank.check(group, 100_000)
         group.close()
 
     assert run_in_threads(*(lambda g=g: run(g) for g in groups)) == [None] * 4
@@ -47,7 +47,7 @@ def test_only_the_last_gather_is_kept(folder: Path, monkeypatch: pytest.MonkeyPa
     groups = env_groups(3, monkeypatch)
     meet(groups, LocalStore(folder))
     for number in range(5):
-        assert gather(groups, f"gather {number}") == [words(f"gather {number}", 3)] * 3
+        assert gather(groups, f"gather {number}") == [gathered(f"gather {number}", 3)] * 3
         (meeting,) = (folder / "meet").iterdir()
         assert [p.name for p in meeting.glob("[0-9]*-*")] == [f"{number}-all"]
 
@@ -58,7 +58,7 @@ def test_ranks_meet_once_at_each_of_several_stores(folder: Path, monkeypatch: py
     groups = env_groups(2, monkeypatch)
     for number, store in enumerate((stores[0], stores[1], stores[0], LocalStore(folder / "b"))):
         assert meet(groups, store) == [None, None]
-        assert gather(groups, f"gather {number}") == [words(f"gather {number}", 2)] * 2
+        assert gather(groups, f"gather {number}") == [gathered(f"gather {number}", 2)] * 2
     assert [len([*(folder / name / "meet").iterdir()]) for name in "ab"] == [1, 1]
     run_in_threads(*(g.close for g in groups))
     assert not files(folder)
@@ -72,7 +72,7 @@ def test_two_groups_of_one_job_gather_in_turn(folder: Path, monkeypatch: pytest.
         assert meet(groups, store) == [None] * 3
     for number in range(3):
         for word, groups in (("first", first), ("second", second)):
-            assert gather(groups, f"{word} {number}") == [words(f"{word} {number}", 3)] * 3
+            assert gather(groups, f"{word} {number}") == [gathered(f"{word} {number}", 3)] * 3
 
 
 def test_two_jobs_at_one_store_do_not_mix(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_two_jobs_at_one_store_do_not_mix(folder: Path, monkeypatch: pytest.Monk
     # Rank by rank, so that ranks of both jobs wait for each other at every moment.
     pairs = [(name, jobs[name][rank]) for rank in (2, 1, 0) for name in jobs]
     for (name, _), received in zip(pairs, run_in_threads(*(lambda p=p: run(*p) for p in pairs)), strict=True):
-        assert received == [words(f"{name} {number}", 3) for number in range(5)]
+        assert received == [gathered(f"{name} {number}", 3) for number in range(5)]
 
 
 @pytest.mark.slow
@@ -135,7 +135,7 @@ def test_a_rank_that_gives_up_may_join_again(folder: Path, monkeypatch: pytest.M
     rest[2].start()
     for thread in rest:
         thread.join()
-    assert gather(groups, "all") == [words("all", 4)] * 4
+    assert gather(groups, "all") == [gathered("all", 4)] * 4
 
 
 def test_a_rank_that_misses_a_gather_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def test_a_rank_that_misses_a_gather_is_named(folder: Path, monkeypatch: pytest.
         group._timeout = 60
     groups[2].close()
     assert meet(groups, LocalStore(folder)) == [None] * 3
-    assert gather(groups, "again") == [words("again", 3)] * 3
+    assert gather(groups, "again") == [gathered("again", 3)] * 3
 
 
 @pytest.mark.parametrize("members", ["never", "before", "after"])
@@ -175,7 +175,7 @@ def test_a_rendezvous_of_another_incarnation_is_left(folder: Path, monkeypatch: 
         time.sleep(0.5)  # so that rank 1 reads it
     groups[0].meet_at(LocalStore(folder))
     early.join()
-    assert gather(groups, "new") == [words("new", 2)] * 2
+    assert gather(groups, "new") == [gathered("new", 2)] * 2
     assert not [*old.glob("hello-*")], "the hello is withdrawn"
     assert not [*old.glob("0-*")]
 
@@ -201,7 +201,7 @@ def test_a_restarted_rank_joins_in_place_of_its_dead_process(folder: Path, monke
         assert zero.is_alive()
         groups[1].meet_at(LocalStore(folder))
         zero.join()
-    assert gather(groups, "both") == [words("both", 2)] * 2
+    assert gather(groups, "both") == [gathered("both", 2)] * 2
 
 
 @pytest.mark.slow
@@ -344,7 +344,7 @@ def test_puts_are_repeated_when_their_temporary_files_are_swept(folder: Path, mo
     try:
         assert meet(groups, LocalStore(folder)) == [None] * 3
         for number in range(20):
-            assert gather(groups, f"{number}") == [words(f"{number}", 3)] * 3
+            assert gather(groups, f"{number}") == [gathered(f"{number}", 3)] * 3
     finally:
         over.set()
         sweeping.join()

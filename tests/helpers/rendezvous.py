@@ -17,7 +17,7 @@ from ckpt.groups import EnvGroup
 from ckpt.storage.base.store import Store
 from helpers.folders import PROGRAMS, fast_folder
 
-PROGRAM = PROGRAMS / "meeting_rank.py"
+PROGRAM = PROGRAMS / "rendezvous_rank.py"
 LAUNCHERS = ("RANK", "WORLD_SIZE", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_", "CKPT_RUN_ID", "MASTER_", "MPI")
 
 
@@ -72,14 +72,14 @@ def meet(groups: list[EnvGroup], store: Store) -> list[Any]:
     return run_in_threads(*(lambda g=g: g.meet_at(store) for g in groups))
 
 
-def gather(groups: list[EnvGroup], word: str) -> list[Any]:
-    """Let all groups gather this word and their rank; return the result or error of each."""
-    return run_in_threads(*(lambda g=g: g.all_gather(f"{word} {g.rank}".encode()) for g in groups))
+def gather(groups: list[EnvGroup], text: str) -> list[Any]:
+    """Let all groups gather this text and their rank; return the result or error of each."""
+    return run_in_threads(*(lambda g=g: g.all_gather(f"{text} {g.rank}".encode()) for g in groups))
 
 
-def words(word: str, size: int) -> list[bytes]:
-    """Return what a gather of this word must return."""
-    return [f"{word} {rank}".encode() for rank in range(size)]
+def gathered(text: str, size: int) -> list[bytes]:
+    """Return what a gather of this text must return."""
+    return [f"{text} {rank}".encode() for rank in range(size)]
 
 
 def launch(*command: object, **env: object) -> subprocess.Popen[str]:

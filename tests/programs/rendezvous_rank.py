@@ -1,6 +1,6 @@
 """One rank of a real group: it exchanges bytes in every way that its group has, and reports which groups it found.
 
-    meeting_rank.py mpi|torch|jax|env FOLDER [PORT]
+    rendezvous_rank.py mpi|torch|jax|env FOLDER [PORT]
 
 The report, FOLDER/<rank>.json, has the groups that were found. A rank that finds an error ends with an assertion.
 """

@@ -10,9 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from helpers.meetings import env_groups, gather, meet, rank_process, reports, start_through_a_launcher, words
-from helpers.meetings import folder as folder
 from helpers.processes import finish, until
+from helpers.rendezvous import env_groups, gather, gathered, meet, rank_process, reports, start_through_a_launcher
+from helpers.rendezvous import folder as folder
 from helpers.repositories import files
 
 from ckpt.storage.local.directory import LocalStore
@@ -59,7 +59,7 @@ def test_a_rendezvous_of_live_processes_is_not_deleted(folder: Path, monkeypatch
     second = rank_process(folder, 1, 2, CKPT_RUN_ID="other", TIMEOUT=60)
     finish(other)
     finish(second)
-    assert gather(groups, "here") == [words("here", 2)] * 2
+    assert gather(groups, "here") == [gathered("here", 2)] * 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
