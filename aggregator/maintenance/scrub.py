@@ -22,6 +22,7 @@ from ckpt.aggregator.placement.redundancy import Redundancy
 from ckpt.aggregator.records import file_record
 from ckpt.aggregator.records.file_record import FileLayout, PathRecord, fragment_bytes
 from ckpt.storage.base.errors import CkptError, NotFound, StoreError, Unavailable
+from ckpt.storage.member.damaged_ranges import CheckedRange
 
 log = logging.getLogger("ckpt")
 
@@ -203,15 +204,11 @@ def _truncated_fragments(layout: FileLayout, objects: ObjectsByMember) -> set[tu
         nbytes = fragment_bytes(stripe.nbytes, layout.redundancy)
         for fragment in stripe.fragments:
             if fragment is not None:
-                holder = layout.objects[fragment.object_index]
-                end = objects.get(holder.member, {}).get(holder.name)
+                member_object = layout.objects[fragment.object_index]
+                end = objects.get(member_object.member, {}).get(member_object.name)
                 if end is not None and fragment.position + nbytes > end:
-                    found.add((holder.name, fragment.position))
+                    found.add((member_object.name, fragment.position))
     return found
-
-
-_CheckedRange = tuple[int, int, bytes]
-"""A fragment to verify: its position in the object, its length in bytes, and its cell checksums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +217,8 @@ class _ObjectCheck:
 
     path: str
     name: str
-    ranges: list[_CheckedRange]
+    ranges: list[CheckedRange]
+    """The fragments to verify."""
 
     @property
     def nbytes(self) -> int:
@@ -274,12 +272,12 @@ def _checks_of_file(path: str, file: PathRecord) -> Iterable[tuple[str, _ObjectC
     """Yield the check of each object of a file, with the member that has the object."""
     if file.layout is None:
         return
-    ranges: dict[int, list[_CheckedRange]] = defaultdict(list)
+    ranges: dict[int, list[CheckedRange]] = defaultdict(list)
     for stripe in file.layout.stripes:
         nbytes = fragment_bytes(stripe.nbytes, file.layout.redundancy)
         for fragment in stripe.fragments:
             if fragment is not None:
-                ranges[fragment.object_index].append((fragment.position, nbytes, fragment.cell_checksums))
+                ranges[fragment.object_index].append(CheckedRange(fragment.position, nbytes, fragment.cell_checksums))
     for object_index, object_ranges in ranges.items():
         member_object = file.layout.objects[object_index]
         yield member_object.member, _ObjectCheck(path, member_object.name, object_ranges)
@@ -308,12 +306,12 @@ def _verify_member(
                 continue
             progress(_total_bytes(batch))
             if damaged:
-                damaged_positions[check.path, check.name].update(batch[i][0] for i in damaged)
+                damaged_positions[check.path, check.name].update(batch[i].position for i in damaged)
     return _MemberFindings(damaged_positions, unchecked_bytes)
 
 
-def _total_bytes(ranges: Iterable[_CheckedRange]) -> int:
-    return sum(nbytes for _, nbytes, _ in ranges)
+def _total_bytes(ranges: Iterable[CheckedRange]) -> int:
+    return sum(each.nbytes for each in ranges)
 
 
 def _may_be_referenced(namespace: Namespace, path: str, name: str) -> bool:
@@ -325,13 +323,13 @@ def _may_be_referenced(namespace: Namespace, path: str, name: str) -> bool:
     return file is not None and file.layout is not None and name in [o.name for o in file.layout.objects]
 
 
-def _split_by_bytes(ranges: Iterable[_CheckedRange]) -> Iterable[list[_CheckedRange]]:
+def _split_by_bytes(ranges: Iterable[CheckedRange]) -> Iterable[list[CheckedRange]]:
     """Yield the ranges, ordered by position, in batches of about 64 MiB."""
-    batch: list[_CheckedRange] = []
+    batch: list[CheckedRange] = []
     total = 0
-    for each in sorted(ranges):
+    for each in sorted(ranges, key=lambda each: each.position):
         batch.append(each)
-        total += each[1]
+        total += each.nbytes
         if total >= _VERIFY_BYTES:
             yield batch
             batch, total = [], 0

@@ -5,6 +5,8 @@
     registers/others/…      registers whose name is not a path; registers/long/… registers whose key would be too long
     registers.json          whether missing registers count as empty ones, and the fence number
     device.json             the identity of the member
+    quarantine/…            damaged objects and registers, which no reader finds
+    clock                   an empty object, written before a listing: its time is the present time of the server
 
 Each register costs a request: this suits the few hundred files of a checkpoint, not millions of small files.
 """
@@ -29,7 +31,8 @@ from ckpt.storage.member.bucket_format import (
     object_key,
     register_name,
 )
-from ckpt.storage.member.device import OBJECTS, QUARANTINE, MemberInfo, find_damaged_ranges
+from ckpt.storage.member.damaged_ranges import CheckedRange, find_damaged_ranges
+from ckpt.storage.member.device import OBJECTS, QUARANTINE, MemberInfo
 from ckpt.storage.member.inventory import PART_SECONDS, Inventory, InventoryPart, read_all_parts, read_inventory_part
 from ckpt.storage.registers.base import (
     BODY_BYTES,
@@ -56,8 +59,9 @@ from ckpt.storage.remote.object_store import ObjectStore, ObjectTag
 _THREADS = 16
 _FACTS_NAME = "registers.json"
 _FACTS_BYTES = 64 << 10
+"""The most bytes of registers.json."""
 _RECORD_BYTES = BODY_BYTES + (1 << 20)
-"""The most bytes of registers.json and of a register's object."""
+"""The most bytes of a register's object."""
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -65,7 +69,7 @@ U = TypeVar("U")
 
 @dataclass(frozen=True, slots=True)
 class _RegisterFacts:
-    """What holds for all registers of a bucket; `registers.json` has it."""
+    """The state that all registers of a bucket share, as it is stored in `registers.json`."""
 
     is_complete: bool = False
     """Whether a register that is missing has never had a value."""
@@ -101,8 +105,8 @@ class Bucket:
         except (ValueError, KeyError, TypeError) as error:
             raise StoreError(f"{self.url}/device.json is damaged ({error}); delete it") from error
 
-    def verify(self, name: str, ranges: Sequence[tuple[int, int, bytes]]) -> list[int]:
-        """Return the indices of the damaged ranges (position, length, checksums of cells) of an object."""
+    def verify(self, name: str, ranges: Sequence[CheckedRange]) -> list[int]:
+        """Return the indices of the damaged ranges of an object. Raises NotFound, and StoreError if the store fails."""
         return find_damaged_ranges(self.store, name, ranges)
 
     def inventory(self) -> Inventory:
@@ -284,7 +288,7 @@ class BucketRegisters(Registers):
                 return stored is not None
         return False
 
-    # --- objects -----------------------------------------------------------------------------------------------
+    # --- the objects that store registers --------------------------------------------------------------------------
 
     def _map_in_threads(self, call: Callable[[T], U], items: Sequence[T]) -> list[U]:
         return list(self._pool.map(call, items)) if len(items) > 1 else [call(item) for item in items]

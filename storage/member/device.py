@@ -15,13 +15,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.storage.base.checksums import CELL_BYTES, find_bad_cells
-from ckpt.storage.base.errors import AlreadyExists, InvalidName, StoreError, is_bad_sector
+from ckpt.storage.base.errors import AlreadyExists, InvalidName, StoreError
 from ckpt.storage.base.fd_io import convert_os_errors, describe_os_error
 from ckpt.storage.base.fsync import make_durable_root, sync_folder, sync_nearest_folder
-from ckpt.storage.base.store import Store
 from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.local.durable_writer import LocalWriter, walk_temporaries
+from ckpt.storage.member.damaged_ranges import CheckedRange, find_damaged_ranges
 from ckpt.storage.member.inventory import PART_SECONDS, Inventory, InventoryPart, read_all_parts, read_inventory_part
 from ckpt.storage.registers.sqlite import SqliteRegisters
 
@@ -34,7 +33,7 @@ LOCK = "lock"
 _RECOUNT_SECONDS = 10.0
 
 _NO_LINK_ERRNOS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-"""Errors of a file system without hard links."""
+"""Errors of a file system without hard links, or whose limit of links of one file is reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,33 +53,6 @@ class MemberInfo:
     """Uploads in progress."""
 
 
-def find_damaged_ranges(store: Store, name: str, ranges: Sequence[tuple[int, int, bytes]]) -> list[int]:
-    """Return the indices of the ranges of an object that are damaged, or that the device cannot read.
-
-    ranges: (position, length, checksums of cells).
-
-    Raises StoreError if the store fails otherwise, which says nothing about the bytes.
-    """
-    bad = []
-    step = 16 * CELL_BYTES
-    buffer = memoryview(bytearray(step))
-    with store.open(name) as reader:
-        for number, (position, nbytes, cells) in enumerate(ranges):
-            for start in range(0, nbytes, step):
-                data = buffer[: min(step, nbytes - start)]
-                try:
-                    got = reader.read_into(position + start, data)
-                except StoreError as error:
-                    if not is_bad_sector(error):
-                        raise
-                    got = -1
-                first = start // CELL_BYTES * 8
-                if got < len(data) or find_bad_cells(data, cells[first : first + -(-len(data) // CELL_BYTES) * 8]):
-                    bad.append(number)
-                    break
-    return bad
-
-
 class DeviceStore(LocalStore):
     """The objects of a device. A name that leads out of its folder through a symbolic link is refused."""
 
@@ -91,7 +63,7 @@ class DeviceStore(LocalStore):
         self._counted_at: float | None = None  # time.monotonic() of the last count
         self._is_exclusive = False
         self._count_lock = threading.Lock()
-        """Taken to add to `_used_bytes`."""
+        """Guards additions to `_used_bytes`. A count sets the value without it: a change meanwhile may be missed."""
 
     def count_exclusively(self) -> None:
         """Count the used bytes once, since no other process writes to the folder from now on."""
@@ -100,9 +72,8 @@ class DeviceStore(LocalStore):
 
     def create(self, name: str, size_hint: int = 0) -> LocalWriter:
         writer = super().create(name, size_hint)
-        with suppress(
-            OSError
-        ):  # a file system without such locks: its writers may pause for an hour at most, see `Device.sweep`
+        # On a file system without such locks, `Device.sweep` deletes the file of a writer that pauses for the grace time.
+        with suppress(OSError):
             fcntl.flock(writer.descriptors()[0], fcntl.LOCK_SH)
         return writer
 
@@ -180,7 +151,7 @@ class DeviceStore(LocalStore):
 
 
 def _is_locked(path: str) -> bool:
-    """Return whether a process that runs has a lock of a file."""
+    """Return whether a running process has a lock on a file."""
     fd = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -249,8 +220,8 @@ class Device:
         """Return the identity and the usage of this device."""
         return MemberInfo(self.identity(), *self.usage())
 
-    def verify(self, name: str, ranges: Sequence[tuple[int, int, bytes]]) -> list[int]:
-        """Return the indices of the damaged ranges (position, length, checksums of cells) of an object."""
+    def verify(self, name: str, ranges: Sequence[CheckedRange]) -> list[int]:
+        """Return the indices of the damaged ranges of an object. Raises NotFound, and StoreError if the store fails."""
         return find_damaged_ranges(self.store, name, ranges)
 
     def link(self, name: str, to: str) -> None:
@@ -291,9 +262,10 @@ class Device:
             raise StoreError(f"moving {name} to {target} failed: {describe_os_error(error)}") from error
 
     def sweep(self, older_seconds: float) -> None:
-        """Delete temporary files older than this of killed writers, for a folder without a node, which does it at its start.
+        """Delete the temporary files of killed writers from this age on. For a folder that no node serves.
 
-        A writer has a lock of its file, which the system releases when the process ends.
+        A writer has a lock on its file, which the system releases when the process ends. A node deletes such files when it
+        starts.
 
         Raises StoreError if a folder can't be listed now, see `walk_temporaries`.
         """
