@@ -83,7 +83,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         self._options = options
         self._buffers = BufferPool(options.buffer_bytes)
         self.identity = device.identity()
-        self.uploads = UploadLeases(device.store, self._unpromised_bytes, options.lease_seconds)
+        self.uploads = UploadLeases(device.store, self._unreserved_bytes, options.lease_seconds)
         self.counters: dict[tuple[str, str], float] = {}
         self._outgoing: set[OutgoingObject] = set()
         self._count_lock = threading.Lock()
@@ -121,9 +121,9 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         """Return the bytes of the objects, and the bytes that are free for more."""
         return self._device.usage()
 
-    def _unpromised_bytes(self, promised_bytes: int) -> int:
-        """Return the free bytes less those that uploads have reserved; a size limit of the device does not count those yet."""
-        return self.usage()[1] - (promised_bytes if self._device.is_limited else 0)
+    def _unreserved_bytes(self, reserved_bytes: int) -> int:
+        """Return the free bytes that no upload has reserved. The disk counts reserved bytes as used; a size limit does not."""
+        return self.usage()[1] - (reserved_bytes if self._device.is_limited else 0)
 
     def add_to_metric(self, metric: str, verb: str, by: float = 1) -> None:
         """Add to the counter of a verb."""

@@ -29,7 +29,7 @@ class LeasedUpload:
         """The end of the last append over the wire, rounded up to the start of the next one."""
         self.reserve_lock = threading.Lock()
         """Taken while space is reserved, so that the calls of one upload do so one after the other. Guards changes of
-        `appended_bytes`."""
+        `reserved_bytes` and `appended_bytes`."""
         self.touched_at = time.monotonic()
         self.active_calls = 0  # the number of calls that use the writer now
 
@@ -37,13 +37,15 @@ class LeasedUpload:
 class UploadLeases:
     """All uploads to one store, and the space that is reserved for them. It may be used from many threads.
 
-    unpromised_bytes: returns how many bytes may still be reserved, given how many are reserved.
+    A call with the key of an upload raises NotFound if the upload was committed or discarded; `abort` then does nothing.
+
+    unreserved_bytes: returns how many bytes may still be reserved, given how many are reserved.
     lease_seconds: how long an upload is kept without a call of its client.
     """
 
-    def __init__(self, store: LocalStore, unpromised_bytes: Callable[[int], int], lease_seconds: float) -> None:
+    def __init__(self, store: LocalStore, unreserved_bytes: Callable[[int], int], lease_seconds: float) -> None:
         self._store = store
-        self._unpromised_bytes = unpromised_bytes
+        self._unreserved_bytes = unreserved_bytes
         self._lease_seconds = lease_seconds
         self._changed = threading.Condition()
         """Guards changes of `_uploads`, `_unlisted_bytes`, `_is_closed`, and of the calls and times of each upload. Notified
@@ -80,7 +82,7 @@ class UploadLeases:
         raise Unavailable(SHUTTING_DOWN)
 
     def append(self, key: str, data: memoryview) -> int:
-        """Append to an upload, and return the position of the data in the object. Raises NoSpace."""
+        """Append to an upload, and return the position of the data in the object. Raises NotFound and NoSpace."""
         upload = self._acquire(key)
         try:
             with upload.reserve_lock:
@@ -148,13 +150,15 @@ class UploadLeases:
 
     def _free_bytes(self) -> int:
         """Return the bytes that may still be reserved. Needs `_changed`."""
-        promised = sum(u.reserved_bytes for u in self._uploads.values()) + sum(self._unlisted_bytes.values())
-        return max(0, self._unpromised_bytes(promised))
+        reserved = sum(u.reserved_bytes for u in self._uploads.values()) + sum(self._unlisted_bytes.values())
+        return max(0, self._unreserved_bytes(reserved))
 
     def commit(self, key: str, length: int | None = None) -> int:
         """Make the object durable and visible, and return its length.
 
         length: the length in bytes if the client wrote through descriptors; None otherwise.
+
+        Raises NotFound, and StoreError if the object can't be made durable: the upload is discarded then.
         """
         with self._ending(key) as upload:
             try:
