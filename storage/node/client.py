@@ -194,7 +194,7 @@ class NodeStore(Store):
     # --- the wire ----------------------------------------------------------------------------------------------
 
     def call(self, verb: str, *arguments: object, deadline: float | None = None) -> Any:
-        """Call a verb of the node and return its only answer. Raises Unavailable if it does not answer, or with no message.
+        """Call a verb of the node and return its only answer. Raises Unavailable without an answer, and the errors of the node.
 
         deadline: seconds; None for that of the credentials.
         """
@@ -320,7 +320,7 @@ class _NodeReader(Reader):
         self._store = store
         self._name = name
         self._lock = threading.Lock()
-        """Guards `_closed`. Guards changes of `_file`."""
+        """Guards changes of `_file`, and `_closed`."""
         self._file: DescriptorReader | None = None
         self._closed = False
 

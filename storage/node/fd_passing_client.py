@@ -27,7 +27,7 @@ class FdPassingClient:
         self._store = store
         self._deadline_seconds = deadline_seconds
         self._lock = threading.Lock()
-        """Guards changes of `_address`, `_is_address_known` and `lease_seconds`."""
+        """Guards changes of `_address`, `_is_address_known` and `lease_seconds`. `_was_reached` only ever becomes True."""
         self.lease_seconds = wire.UPLOAD_LEASE_SECONDS
         """How long the node keeps an upload without a call."""
         self._is_address_known = False
@@ -105,6 +105,9 @@ class FdPassingClient:
 
 class _FdUploadWriter(UploadWriter):
     """Writes an upload directly to its file. It calls the node to reserve space, to renew the lease, and at the end.
+
+    Threads that append, and the thread that renews leases, set `_reserved_bytes` and `_renewed_at` without a lock. An older
+    value costs one more call, and none is above what the node has reserved.
 
     reserved: the bytes that the node has reserved.
     renew_seconds: the time between two renewals of the lease.

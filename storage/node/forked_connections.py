@@ -19,6 +19,7 @@ GRPC = ThreadedLibrary("gRPC")
 
 _connections: weakref.WeakSet[flight.FlightClient] = weakref.WeakSet()
 _kept: list[list[flight.FlightClient]] = []
+"""The connections at the moment of each fork that is in progress. Only the hooks below change it, in the thread that forks."""
 
 
 def connect(location: str, **options: Any) -> flight.FlightClient:
@@ -29,16 +30,17 @@ def connect(location: str, **options: Any) -> flight.FlightClient:
 
 
 def _keep() -> None:
-    """Before a fork: a garbage collection in the child, at any moment, must find that each connection is in use."""
+    """Hold a reference to each connection, before a fork: a garbage collection in the child may run at any moment."""
     _kept.append(list(_connections))
 
 
 def _keep_no_longer() -> None:
+    """Drop these references, in the parent after a fork."""
     _kept.pop()
 
 
 def _keep_until_the_end() -> None:
-    """In the child: the end of the interpreter must not free them either."""
+    """Hold the references for ever, in the child: the end of the interpreter must not free the connections either."""
     for client in _kept[-1]:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
 

@@ -10,9 +10,9 @@ from ckpt.storage.member.inventory import PART_SECONDS, InventoryPart
 
 
 def inventory_part(call_parts: Callable[..., Sequence[Any]], url: str, after: str, most_seconds: float) -> InventoryPart:
-    """Return the objects of the folders after `after`, as many as the node can list in a few seconds, but `most_seconds`.
+    """Return the objects of the folders after `after` that the node can list in a few seconds, and at most `most_seconds`.
 
-    call_parts: of the client of the node at `url`. An older node lists all objects in one call.
+    call_parts: `NodeStore.call_parts` of the client of the node at `url`. An older node lists all objects in one call.
 
     Raises Unavailable if the answer is empty, and as `call_parts` does.
     """

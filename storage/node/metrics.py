@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 class MetricsServer:
-    """Serves both pages on a port of their own until `close`. `port` is the one on which it listens."""
+    """Serves both pages on a port of their own until `close`. `port` is the one on which it listens.
+
+    It needs the package prometheus_client. /healthz answers 503 while the node drains.
+    """
 
     def __init__(self, server: NodeServer, host: str, port: int) -> None:
         from prometheus_client import CollectorRegistry

@@ -12,7 +12,7 @@ from ckpt.storage.node.client_credentials import TOKEN_VARIABLE, is_insecure_all
 
 @dataclass(frozen=True, slots=True)
 class SecurityNames:
-    """How messages name what protects a node."""
+    """The names by which messages refer to the files that protect a node: options of a command, or environment variables."""
 
     token: str
     certificate: str
@@ -41,7 +41,7 @@ class NodeSecurity:
     """Whether nodes may be served without a token and TLS."""
 
     def missing_options(self, address: str, names: SecurityNames = OPTIONS) -> str:
-        """Return the options that are missing for nodes at this address; "" none."""
+        """Return the options that are missing for nodes at this address, joined by commas; "" if none is missing."""
         tls = {names.certificate: self.certificate, names.key: self.key, names.authority: self.authority}
         missing = [name for name, file in tls.items() if not file]
         if self.insecure or is_loopback(address):  # TLS is optional, but needs all three options

@@ -1,7 +1,7 @@
 """The class NodeServer, a node: it serves one device over Arrow Flight.
 
-It checks the token of a call before it reads anything else of it. It checks lengths and digests before it acknowledges data. It
-reserves no space that it does not have. Its own waits have limits, and unfinished uploads and reads expire.
+It checks the token of a call before it handles the call. It checks lengths and digests before it acknowledges data. It reserves
+no space that it does not have. Its own waits have limits, and unfinished uploads and reads expire.
 """
 
 from __future__ import annotations
@@ -74,6 +74,9 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
     To end it, call `drain`, then `shutdown`, and then `close` of the device, which it has locked.
 
     port: 0 chooses a free one.
+
+    Raises StoreError if another node serves the device or the system has no threads left, and pyarrow.ArrowException if it
+    can't listen at this address.
     """
 
     def __init__(self, device: Device, host: str = "127.0.0.1", port: int = 0, options: NodeOptions | None = None) -> None:
@@ -88,7 +91,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         self._outgoing: set[OutgoingObject] = set()
         self._count_lock = threading.Lock()
         """Guards `_outgoing`. Guards changes of `counters`."""
-        self.is_draining = False
+        self.is_draining = False  # `drain` sets it once; the threads of calls only read it
         self._handlers = _handlers_of(self) | _handlers_of(InventoryVerbs(device))
         self._handlers |= _handlers_of(RegisterVerbs(device.registers, options.read_only))
         device.lock()

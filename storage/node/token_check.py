@@ -20,7 +20,10 @@ _MIN_TOKEN_CHARACTERS = 16
 
 
 class TokenCheck(flight.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Refuses every call without a valid token, before anything of it is read."""
+    """Refuses every call without a valid token, before the node handles it.
+
+    gRPC has received the request by then, so a limit of its memory needs client certificates (docs/reference/namespace.md).
+    """
 
     def __init__(self, tokens: Callable[[], tuple[str, ...]]) -> None:
         self._tokens = tokens

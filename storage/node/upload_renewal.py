@@ -68,7 +68,7 @@ class UploadRenewal:
         with self._lock:
             writers = list(self._writers)
         while writers:
-            writer = writers.pop()
+            writer = writers.pop()  # keep no reference to a writer that was renewed: its user may drop it
             try:
                 writer.renew()
             except NotFound:  # its next call raises the error where its user sees it

@@ -33,7 +33,7 @@ PUT_BYTES = 1 << 20
 """Objects up to this size are put in one action, larger ones as an upload; `put_new` uses one action for any size."""
 
 MESSAGE_BYTES = 64 << 20
-"""The longest append, and the longest arguments of an action. Anything longer is refused before it is read."""
+"""The longest append, and the longest arguments of an action. Anything longer is refused before it is decoded."""
 
 FRAME_BYTES = 1 << 20
 """The most bytes that Flight adds to a message."""
