@@ -11,6 +11,7 @@ this host or a bucket. Every key but `members` has a default:
     near = "rack1/host1"            # the failure domains of this host: the first copy of a file is stored there
     token_file = "/etc/ckpt/token"  # default: $CKPT_TOKEN, or the file that $CKPT_TOKEN_FILE names
     ca_file = "/etc/ckpt/ca.pem"    # use TLS; add cert_file and key_file where nodes require client certificates
+    deadline_seconds = 30.0         # of one call of a member
     insecure = false                # true, or $CKPT_INSECURE=1: send the token to other hosts without TLS
     members = [
         "host3:7070",
@@ -40,7 +41,7 @@ from urllib.parse import quote, unquote
 from ckpt.aggregator.cluster import etcd_access
 from ckpt.aggregator.cluster.etcd_access import EtcdCredentials
 from ckpt.aggregator.placement.redundancy import Redundancy, parse_redundancy
-from ckpt.aggregator.placement.rendezvous_hash import MemberLocation
+from ckpt.aggregator.placement.rendezvous_hash import MAX_WEIGHT, MemberLocation
 from ckpt.storage.base.errors import InvalidArgument, StoreError, Unavailable
 from ckpt.storage.base.fd_io import describe_unreadable_file
 from ckpt.storage.node.client_credentials import (
@@ -58,7 +59,7 @@ log = logging.getLogger("ckpt")
 NAMESPACE_SCHEME = "ckpt"
 _UNQUOTED = "/:,[]+=@*!"
 """Characters of a URL that are not quoted, besides letters, digits and _.-~."""
-_MEMBER_KEYS = {"url", "name", "domain", "weight"}
+_MEMBER_KEYS = ("domain", "name", "url", "weight")
 _NAMESPACE_KEYS = {
     "redundancy", "near", "token_file", "ca_file", "cert_file", "key_file", "deadline_seconds", "members", "insecure", "etcd",
 }  # fmt: skip
@@ -274,12 +275,12 @@ def _default_redundancy(members: int) -> Redundancy:
 
 
 def _parse_member(source: str, table: Mapping[str, Any]) -> Member:
-    if unknown := set(table) - _MEMBER_KEYS:
+    if unknown := set(table).difference(_MEMBER_KEYS):
         raise InvalidArgument(f"{source}: unknown key {sorted(unknown)[0]!r} of a member; use {', '.join(_MEMBER_KEYS)}")
     url = str(table["url"])
     weight = float(table.get("weight", 1.0))
-    if not 0 <= weight < 1e9:
-        raise InvalidArgument(f"{source}: the weight of {url} is {weight}; it must be from 0 to below 1e9")
+    if not 0 <= weight < MAX_WEIGHT:
+        raise InvalidArgument(f"{source}: the weight of {url} is {weight}; it must be from 0 to below {MAX_WEIGHT:g}")
     name, domain = str(table.get("name", url)), _parse_domain(table.get("domain", ""))
     address = url.removeprefix("node://")
     if ADDRESS_PATTERN.fullmatch(address):
@@ -296,23 +297,19 @@ def _parse_member(source: str, table: Mapping[str, Any]) -> Member:
 
 
 _last_announced: dict[str, tuple[Member, ...]] = {}
-"""The members that etcd listed last, by its URL."""
+"""The members that etcd listed last, by its URL. Threads replace whole entries, so it has no lock."""
 
 
 def _parse_etcd_credentials(source: str, table: object) -> EtcdCredentials:
     if (
         not isinstance(table, dict)
         or table.keys() - etcd_access.ETCD_VARIABLES.keys()
-        or not all(map(_is_text, table.values()))
+        or not all(isinstance(value, str) for value in table.values())
     ):
         raise InvalidArgument(
             f"{source}: etcd is {table!r}; use a table of strings with {', '.join(etcd_access.ETCD_VARIABLES)}"
         )
     return etcd_access.etcd_credentials_from_environment(table)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
 
 
 def _announced_members(source: str, url: str, credentials: EtcdCredentials) -> tuple[Member, ...]:
@@ -325,7 +322,7 @@ def _announced_members(source: str, url: str, credentials: EtcdCredentials) -> t
 
     endpoints, cluster = etcd.parse_etcd_url(url)
     try:
-        found = etcd.list_members(endpoints, cluster, access=credentials)
+        found = etcd.list_members(endpoints, cluster, credentials=credentials)
         if not found:
             raise Unavailable(
                 f"{source}: no node has announced itself in {url}; start nodes with --etcd and --cluster {cluster}"

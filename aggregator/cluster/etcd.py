@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 
 from ckpt.aggregator.cluster.etcd_access import EtcdCredentials
 from ckpt.aggregator.cluster.etcd_client import EtcdClient, EtcdItem
+from ckpt.aggregator.placement.rendezvous_hash import MAX_WEIGHT
 from ckpt.storage.base.checked_decode import Malformed, decode, read_json
 from ckpt.storage.base.errors import CkptError, InvalidArgument, Unavailable
 from ckpt.storage.node.client_credentials import ADDRESS_PATTERN, require_valid_port
@@ -34,7 +35,6 @@ LEASE_SECONDS = 10.0
 """How long a dead node is listed as up. A node renews its lease three times in this time."""
 
 _ENDPOINT_PATTERN = re.compile(f"(https?://)?{ADDRESS_PATTERN.pattern}")
-_MAX_WEIGHT = 1e9
 _CLUSTER_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}")
 
 
@@ -77,7 +77,10 @@ def announce(
 
 
 class Announcement:
-    """The announcement of one node. A thread renews its lease, and gets a new lease where the old one was lost."""
+    """The announcement of one node. A thread renews its lease, and gets a new lease where the old one was lost.
+
+    Only that thread changes `lease` and `_last_error` once it runs.
+    """
 
     def __init__(self, etcd: EtcdClient, cluster: str, name: str, node: AnnouncedNode, lease_seconds: float) -> None:
         self._etcd = etcd
@@ -157,14 +160,15 @@ class Announcement:
 
 
 def list_members(
-    endpoints: Sequence[str], cluster: str, seconds: float = 5.0, access: EtcdCredentials | None = None
+    endpoints: Sequence[str], cluster: str, seconds: float = 5.0, credentials: EtcdCredentials | None = None
 ) -> tuple[ClusterMember, ...]:
     """Return all nodes that ever announced themselves and were not deleted, up or not, ordered by name.
 
-    A value that can't be read is skipped with a warning that names its key.
+    A value that can't be read is skipped with a warning that names its key. seconds: the deadline of the call. credentials:
+    those of the environment by default. Raises InvalidArgument, and the errors of `EtcdClient`.
     """
     folder = _key_prefix(check_cluster(cluster))
-    items = {item.key: item for item in EtcdClient(endpoints, seconds, access).range(folder)}
+    items = {item.key: item for item in EtcdClient(endpoints, seconds, credentials).range(folder)}
     found = []
     for key in sorted(items):
         if key.startswith(f"{folder}known/"):
@@ -177,10 +181,10 @@ def list_members(
 
 
 def remove_announcement(
-    endpoints: Sequence[str], cluster: str, name: str, seconds: float = 5.0, access: EtcdCredentials | None = None
+    endpoints: Sequence[str], cluster: str, name: str, seconds: float = 5.0, credentials: EtcdCredentials | None = None
 ) -> None:
     """Delete a node from a cluster. A node that is up announces itself again when it gets a new lease."""
-    EtcdClient(endpoints, seconds, access).delete(f"{_key_prefix(check_cluster(cluster))}known/{name}")
+    EtcdClient(endpoints, seconds, credentials).delete(f"{_key_prefix(check_cluster(cluster))}known/{name}")
 
 
 def _parse_announcement(item: EtcdItem) -> AnnouncedNode | None:
@@ -191,7 +195,7 @@ def _parse_announcement(item: EtcdItem) -> AnnouncedNode | None:
     try:
         node = decode(AnnouncedNode, read_json(item.value))
         check_address(node.address)
-        if not 0 <= node.weight < _MAX_WEIGHT:
+        if not 0 <= node.weight < MAX_WEIGHT:
             raise Malformed(f"{node.weight} is not a weight")
         return node
     except ValueError as error:  # Malformed and InvalidArgument are subclasses

@@ -61,6 +61,8 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 class EtcdClient:
     """Calls to etcd. It keeps no connection open, and is safe to use from many threads.
 
+    Threads set `_last_answering` and `_token` without a lock: the value of any of them serves the next call.
+
     credentials: those of the environment by default. All calls raise Unavailable when no endpoint answers within the deadline,
     and Refused when etcd requires authentication or denies the call.
     """

@@ -20,7 +20,7 @@ log = logging.getLogger("ckpt")
 T = TypeVar("T")
 
 _SLOW_CALL_SECONDS = 1.0
-"""A call that takes longer counts as unanswered."""
+"""A call that has run for longer counts as unanswered in the limit of calls to one member."""
 
 _GRACE_SECONDS = 1.0
 """How long to wait for more answers once the present ones are acceptable; or as long as those took, if that is longer."""
@@ -154,6 +154,7 @@ class FanOut:
 
         Late calls continue in the background. A member that is down is called only if the answers of the others are not enough.
 
+        calls: by member. timeout_seconds: how long to wait for the members that are up, and then again for those that are down.
         is_acceptable: whether the caller can do with these answers; the wait for the others is short then. skip_failed: never
         call members that are down. mark_late: a member that has not answered in time counts as down.
         """

@@ -51,7 +51,7 @@ class OpenMember:
         return self._device.verify(name, ranges)
 
     def inventory(self) -> Inventory:
-        """Return the length of every object in bytes, and the seconds since it was made durable, by name."""
+        """Return the length of every object in bytes, and the seconds since it was written or named, by name."""
         return read_all_parts(self.inventory_part)
 
     def inventory_part(self, after: str) -> InventoryPart:

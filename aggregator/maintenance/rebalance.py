@@ -101,7 +101,7 @@ def remove_member(
         if empty_rounds:  # a record that was half-done may be settled a moment later; its writer moves the file too
             time.sleep(_RECHECK_SECONDS)
     if config.etcd_url:
-        etcd.remove_announcement(*etcd.parse_etcd_url(config.etcd_url), member, access=config.etcd_credentials)
+        etcd.remove_announcement(*etcd.parse_etcd_url(config.etcd_url), member, credentials=config.etcd_credentials)
     namespace.drop_member(member)
     rest = repair_namespace(namespace, scrub_namespace(namespace), progress=progress)
     return replace(rest, files=rest.files + done.files, nbytes=rest.nbytes + done.nbytes)

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 import xxhash
 
+MAX_WEIGHT = 1e9
+"""Weights are below this."""
+
 _LARGEST_BELOW_1 = math.nextafter(1.0, 0.0)
 
 
@@ -24,6 +27,7 @@ class MemberLocation:
     domain: tuple[str, ...] = ()
     """Failure domains, the widest first, such as supernode, rack, host. The member itself is the narrowest one."""
     weight: float = 1.0
+    """From 0 to below `MAX_WEIGHT`. A member of weight 0 gets no new fragments."""
 
 
 def score(key: str, location: MemberLocation) -> float:
