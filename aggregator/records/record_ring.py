@@ -34,8 +34,10 @@ class RecordRing:
     """The members that keep records, and how many of them may be lost."""
 
     epoch: int
+    """The number of the ring; each ring has the number after that of the ring whose members agreed on it."""
     members: tuple[MemberLocation, ...]
     tolerated_losses: int
+    """How many members may be lost at once, without the loss of a record."""
     namespace: str
     """The random id of the namespace, which shows members of different namespaces."""
     previous: RecordRing | None = None
@@ -102,7 +104,10 @@ def next_ring(
     removed_members: tuple[str, ...],
     tolerated_losses: int,
 ) -> RecordRing:
-    """Return a proposal for the ring after `ring`."""
+    """Return a proposal for the ring after `ring`.
+
+    previous: the ring whose members have all records while they move; None once they have moved.
+    """
     agreed_by = replace(ring, agreed_by=None, member_fence_number=0)
     return RecordRing(ring.epoch + 1, members, tolerated_losses, ring.namespace, previous, agreed_by, removed_members)
 
@@ -126,8 +131,14 @@ def ring_registers(
     return ReplicatedRegisters(registers, lambda paths: dict.fromkeys(paths, replica_set), fan_out, seconds, is_direct=False)
 
 
-RingAnswers = Sequence[tuple[str, RegisterAnswer]]
-"""The rings that a member has, by register name, and at the end its answer for a register that does not exist."""
+@dataclass(frozen=True, slots=True)
+class _RingAnswer:
+    """What one member answers about rings."""
+
+    rings: Sequence[tuple[str, RegisterAnswer]]
+    """The rings that it has, each with the name of its register."""
+    absent: RegisterAnswer
+    """Its answer for a register that does not exist: its fence number, and whether it votes on such registers."""
 
 
 class _RingUndecided(Unavailable):
@@ -157,12 +168,12 @@ def _find_once(
     Unavailable if too few members answer to be sure, and InvalidArgument if they belong to different namespaces.
     """
 
-    def read_rings(member_registers: Registers) -> RingAnswers:
-        absent = member_registers.read([f"{RING_PREFIX}{0:010d}"])
-        return [*member_registers.scan(RING_PREFIX), *zip([""], absent, strict=True)]
+    def read_rings(member_registers: Registers) -> _RingAnswer:
+        (absent,) = member_registers.read([ABSENT_NAME])
+        return _RingAnswer(member_registers.scan(RING_PREFIX), absent)
 
     while True:
-        calls: dict[str, Callable[[], RingAnswers]] = {name: partial(read_rings, each) for name, each in registers.items()}
+        calls: dict[str, Callable[[], _RingAnswer]] = {name: partial(read_rings, each) for name, each in registers.items()}
         answers, errors = fan_out.ask(calls, seconds, lambda got, calls=calls: _newest_agreed_ring(got, calls) is not None)  # type: ignore[misc]
         rings = _list_rings(answers)
         _check_one_namespace(answers)
@@ -172,9 +183,7 @@ def _find_once(
         # A member may have a proposed ring that was never agreed.
         agreed = ring if _is_agreed(answers, ring) else _read_agreed_ring(registers, ring, fan_out, seconds)
         if agreed is not None and (_is_newest(answers, agreed) or ring is not rings[0]):
-            return replace(
-                agreed, member_fence_number=_max_fence_number(member_answers[-1][1] for member_answers in answers.values())
-            )
+            return replace(agreed, member_fence_number=_max_fence_number(answer.absent for answer in answers.values()))
         if agreed is not None:
             break
     for error in errors.values():
@@ -202,10 +211,11 @@ def _max_fence_number(absent: Iterable[RegisterAnswer]) -> int:
     return max((answer.promised_ballot.round for answer in absent if isinstance(answer, Record)), default=0)
 
 
-def _check_one_namespace(answers: Mapping[str, RingAnswers]) -> None:
+def _check_one_namespace(answers: Mapping[str, _RingAnswer]) -> None:
+    """Raise InvalidArgument if members have agreed rings of different namespaces."""
     members_by_namespace: dict[str, list[str]] = {}
-    for member, member_answers in answers.items():
-        for _, record in member_answers:
+    for member, answer in answers.items():
+        for _, record in answer.rings:
             if isinstance(record, Record) and record.value is not None and is_final(record):
                 names = members_by_namespace.setdefault(decode_ring(record.value).namespace, [])
                 if member not in names:
@@ -273,11 +283,11 @@ def _read_agreed_ring(
     return agreed
 
 
-def _list_rings(answers: Mapping[str, RingAnswers]) -> list[RecordRing]:
+def _list_rings(answers: Mapping[str, _RingAnswer]) -> list[RecordRing]:
     """Return the rings that any member has, agreed or only proposed, one of each number, the newest first."""
     newest_by_epoch: dict[int, tuple[bool, Ballot, RecordRing]] = {}
-    for member_answers in answers.values():
-        for _, record in member_answers:
+    for answer in answers.values():
+        for _, record in answer.rings:
             if isinstance(record, Record) and record.value is not None:
                 ring = decode_ring(record.value)
                 candidate = is_final(record), record.accepted_ballot, ring
@@ -286,23 +296,19 @@ def _list_rings(answers: Mapping[str, RingAnswers]) -> list[RecordRing]:
     return [newest_by_epoch[epoch][2] for epoch in sorted(newest_by_epoch, reverse=True)]
 
 
-def _is_agreed(answers: Mapping[str, RingAnswers], ring: RecordRing) -> bool:
+def _is_agreed(answers: Mapping[str, _RingAnswer], ring: RecordRing) -> bool:
     """Return whether a member has this ring as an agreed one."""
-    return any(
-        name == ring.register_name and is_final(record)
-        for member_answers in answers.values()
-        for name, record in member_answers
-    )
+    return any(name == ring.register_name and is_final(record) for answer in answers.values() for name, record in answer.rings)
 
 
-def _is_newest(answers: Mapping[str, RingAnswers], ring: RecordRing) -> bool:
+def _is_newest(answers: Mapping[str, _RingAnswer], ring: RecordRing) -> bool:
     """Return whether enough members that vote on the next ring have answered, so that no next ring can exist."""
     # Members whose registers were lost do not vote.
-    voting = {name for name, member_answers in answers.items() if isinstance(member_answers[-1][1], Record)}
+    voting = {name for name, answer in answers.items() if isinstance(answer.absent, Record)}
     return ring_electors(ring).can_read(voting)
 
 
-def _newest_agreed_ring(answers: Mapping[str, RingAnswers], called: Collection[str]) -> RecordRing | None:
+def _newest_agreed_ring(answers: Mapping[str, _RingAnswer], called: Collection[str]) -> RecordRing | None:
     """Return the newest ring if these answers are certain about it, and it names most of the called members; else None."""
     newest = next(iter(_list_rings(answers)), None)
     if newest is None or not _is_agreed(answers, newest) or not _is_newest(answers, newest):

@@ -35,6 +35,7 @@ from ckpt.storage.registers.base import ABSENT_NAME, DamagedRecord, Record, is_f
 log = logging.getLogger("ckpt")
 
 RecordProgress = Callable[[int], None]
+"""Called with the number of records that have just moved."""
 
 
 def change_ring(
@@ -130,7 +131,8 @@ def _prepare_members(records: NamespaceRecords, old: RecordRing, names: set[str]
     _, errors = records.fan_out.ask({name: partial(prepare, name) for name in names}, records.commit_timeout_seconds)
     if foreign_members:
         raise InvalidArgument(
-            f"{', '.join(sorted(foreign_members))} has records of another namespace; empty its folder, or leave it out"
+            f"these members have records of another namespace: {', '.join(sorted(foreign_members))}; empty their folders, or "
+            "leave them out"
         )
     if errors:
         raise Unavailable(f"some of the new members can't keep records: {_join_errors(errors)}; start them, or leave them out")
