@@ -228,7 +228,7 @@ class _Work:
             return None
         file = proposed
         if base is not None and base.layout and old and old.layout and old.layout != base.layout and proposed.layout:
-            file = replace(proposed, layout=file_record.written_on(proposed.layout, base.layout, old.layout))
+            file = replace(proposed, layout=file_record.rebase_layout(proposed.layout, base.layout, old.layout))
         self.file = file
         if removed_members := _removed_members_of(self._records, file):
             current_condition = replace(condition, base=base if base is None else old)

@@ -46,7 +46,7 @@ class CollectionLog:
     """The value of the register."""
 
     above: int
-    """The names of collections up to this number are not known any more."""
+    """The log lists every collection above this number, and perhaps not every one up to it."""
     collections: tuple[_Collection, ...]
     """The oldest first."""
 

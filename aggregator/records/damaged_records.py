@@ -51,7 +51,9 @@ def replace_damaged(
     answers, errors = fan_out.ask({m: accept_on(m) for m in damaged}, _SECONDS, skip_failed=True, mark_late=False)
     for member, accepted in answers.items():
         for (path, answer), is_accepted in zip(damaged[member].items(), accepted, strict=True):
-            if is_accepted and answer == REGISTERS_INCOMPLETE:  # INFO: one per file
+            if (
+                is_accepted and answer == REGISTERS_INCOMPLETE
+            ):  # at INFO, because an empty disk causes one message for each file
                 log.info("%s had no record of %s (its registers are new), and has one again", member, path)
             elif is_accepted:
                 log.warning("the record of %s on %s was damaged (%s) and is restored", path, member, answer.reason)

@@ -123,7 +123,10 @@ def is_history_truncated(file: PathRecord | None, versions: Collection[str] = ()
 
 
 def has_added_objects(current: PathRecord | None, file: PathRecord, base: PathRecord | None) -> bool:
-    """Return whether the current record names objects of `file` that are not objects of `base`: it was appended to `file`."""
+    """Return whether the current record names objects of `file` that `base` lacks.
+
+    If `file` was appended to `base`, it was published then, and others may have appended to it since.
+    """
     of_current, of_file, of_base = (
         {h.name for h in f.layout.objects} if f and f.layout else set() for f in (current, file, base)
     )
@@ -137,8 +140,8 @@ def has_version(file: PathRecord | None, version: str) -> bool:
 
 def note_replaced(proposed: dict[str, PathRecord], current: PathRecord) -> None:
     """Add a record that a proposal replaces, by version. One with a rename token stays: a member may lack the token."""
-    known = proposed.get(current.head.version)
-    if known is None or not known.rename_token:
+    earlier = proposed.get(current.head.version)
+    if earlier is None or not earlier.rename_token:
         proposed[current.head.version] = current
 
 
@@ -181,8 +184,8 @@ def has_same_content(one: PathRecord, other: PathRecord) -> bool:
     return one.layout.redundancy == other.layout.redundancy and has_same_stripes(one.layout.stripes, other.layout.stripes)
 
 
-def written_on(layout: FileLayout, base: FileLayout, current: FileLayout) -> FileLayout:
-    """Return a layout that was appended to `base`, rebased on what `base` is now: repairs may have moved its fragments.
+def rebase_layout(layout: FileLayout, base: FileLayout, current: FileLayout) -> FileLayout:
+    """Return a layout that was appended to `base`, rebased on `current`, which `base` is now: repairs may move its fragments.
 
     The result has the stripes of `current`, and after them the stripes that `layout` has added to `base`.
     """

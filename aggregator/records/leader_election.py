@@ -31,7 +31,7 @@ class Election:
     """The part of one process in an election. Safe to use from many threads.
 
     process_id: the name of this process in the register. term_seconds: a term that was not renewed for this time is over.
-    register: the name of the register; each register is an election of its own.
+    register: the name of the register; each register is a separate election.
     """
 
     def __init__(
@@ -72,7 +72,9 @@ class Election:
             try:
                 self.try_lead()
             except Exception as error:  # also a lack of memory or threads: later renewals may still be in time
-                log.info("the term of the %s of %s was not renewed: %s", self._register, self._records.url, error)
+                log.info(
+                    "%s: the term of the leader in register %s was not renewed: %s", self._records.url, self._register, error
+                )
 
     def _try_lead(self) -> bool:
         """Try to lead, as `try_lead` does. Needs `_lock`."""
