@@ -7,11 +7,12 @@ import logging
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
 
 from ckpt.aggregator.file_io.member_io import MemberIO
-from ckpt.aggregator.records.file_record import FileLayout, Fragment, Stripe
+from ckpt.aggregator.records.file_record import USUAL_STRIPE_BYTES, FileLayout, Fragment, Stripe
 from ckpt.storage.base.checksums import CELL_BYTES, find_bad_cells
 from ckpt.storage.base.errors import CkptError, IntegrityError, StoreError, Unavailable
 from ckpt.storage.base.store import Reader
@@ -21,6 +22,17 @@ log = logging.getLogger("ckpt")
 
 class DamagedFragment(Unavailable):
     """The stored bytes of a fragment differ from what was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentRange:
+    """A range of one fragment, and where its bytes go."""
+
+    begin: int
+    """The first byte in the fragment."""
+    end: int
+    """The end in the fragment: one more than the last byte."""
+    target: memoryview
 
 
 class FragmentReader:
@@ -50,8 +62,10 @@ class FragmentReader:
     ) -> tuple[dict[int, np.ndarray], dict[int, StoreError]]:
         """Read ranges of several fragments at once; return the data and the errors by fragment number.
 
-        Each range has memory of its own, because a timed-out read may still write into it later. hedge: give up slow reads
+        ranges: begin and end in the fragment, by its number. length: of each fragment in bytes. hedge: give up slow reads
         early, because other fragments can replace them.
+
+        Each range has memory of its own, because a timed-out read may still write into it later.
         """
         by_member = {self.member_of(stripe, i) or f"fragment {i}": i for i in ranges}
 
@@ -67,10 +81,12 @@ class FragmentReader:
         return {by_member[m]: data for m, data in answers.items()}, {by_member[m]: e for m, e in errors.items()}
 
     def read(self, stripe: Stripe, number: int, first: int, last: int, out: memoryview, length: int) -> None:
-        """Read the range from `first` to `last` of one fragment into `out`, and verify it.
+        """Read one fragment from byte `first` to before byte `last` into `out`, and verify it.
 
-        length: of the fragment. Whole cells are read, as each has one checksum. Raises Unavailable, and its
-        subclass DamagedFragment for damaged data, so that the caller reads another fragment.
+        length: of the fragment in bytes. Whole cells are read, as each has one checksum.
+
+        Raises StoreError, such as Unavailable, and its subclass DamagedFragment for damaged data: the caller then reads another
+        fragment.
         """
         fragment = stripe.fragments[number]
         if fragment is None:
@@ -122,7 +138,7 @@ class FragmentReader:
         are spread over the members.
         """
         present = [i for i, f in enumerate(stripe.fragments) if f is not None]
-        rotation = stripe.start >> 23
+        rotation = stripe.start // USUAL_STRIPE_BYTES
         if self.layout.redundancy.data_fragments > 1:
             rotation = 0  # data fragments before parity
         present = present[rotation % len(present) :] + present[: rotation % len(present)] if present else present

@@ -18,7 +18,7 @@ from ckpt.aggregator.file_io.reader import FileReader
 from ckpt.aggregator.file_io.writer import FileWriter
 from ckpt.aggregator.placement.redundancy import Redundancy
 from ckpt.aggregator.records import file_record
-from ckpt.aggregator.records.file_record import INLINE_FILE_BYTES, PathRecord, RecordHead
+from ckpt.aggregator.records.file_record import INLINE_FILE_BYTES, USUAL_STRIPE_BYTES, PathRecord, RecordHead
 from ckpt.aggregator.records.namespace_records import NamespaceRecords
 from ckpt.aggregator.records.paths import check_path
 from ckpt.aggregator.records.ring_change import ensure_record_redundancy
@@ -34,7 +34,6 @@ log = logging.getLogger("ckpt")
 
 MAX_TOMBSTONES = 500
 """A listing that finds more tombstones than this, and more than files and folders, starts their collection."""
-_APPEND_BYTES = 8 << 20
 
 
 class Namespace(NamespaceRecords):
@@ -254,8 +253,8 @@ class Namespace(NamespaceRecords):
             file = PathRecord(RecordHead("file", len(view), now, now, new_version()), inline_data=bytes(view))
             return self.publish(Publication(path, file, Condition(new, replaces=replaces)))
         with self.create(path, redundancy, len(view), new=new, aligned=False, replaces=replaces) as writer:
-            for start in range(0, len(view), _APPEND_BYTES):
-                writer.append(view[start : start + _APPEND_BYTES])
+            for start in range(0, len(view), USUAL_STRIPE_BYTES):
+                writer.append(view[start : start + USUAL_STRIPE_BYTES])
             return writer.publish()
 
     def truncate(self, path: str, expected: PathRecord) -> PathRecord:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ckpt.aggregator.file_io.degraded_read import rebuild_ranges
-from ckpt.aggregator.file_io.fragment_reader import FragmentReader
+from ckpt.aggregator.file_io.fragment_reader import FragmentRange, FragmentReader
 from ckpt.aggregator.file_io.hedged_read import read_any_copy
 from ckpt.aggregator.file_io.member_io import MemberIO
 from ckpt.aggregator.records.file_record import PathRecord, Stripe, fragment_bytes
@@ -119,22 +119,21 @@ class _OpenedFile:
 
 
 def _read_stripe(fragments: FragmentReader, stripe: Stripe, first: int, last: int, out: memoryview) -> None:
-    """Read the range from `first` to `last` of one stripe into `out`."""
+    """Read one stripe from byte `first` to before byte `last` into `out`."""
     failpoint("namespace.read")
     redundancy = fragments.layout.redundancy
     if redundancy.data_fragments == 1:
         read_any_copy(fragments, stripe, first, last, out)
         return
     length = fragment_bytes(stripe.nbytes, redundancy)
-    ranges: dict[int, tuple[int, int, memoryview]] = {}
+    ranges: dict[int, FragmentRange] = {}
     for number in range(first // length, -(-last // length)):
         begin, end = max(first, number * length), min(last, (number + 1) * length)
-        ranges[number] = (begin - number * length, end - number * length, out[begin - first : end - first])
-    got, failed = fragments.read_many(stripe, {i: (b, e) for i, (b, e, _) in ranges.items()}, length, True)
+        ranges[number] = FragmentRange(begin - number * length, end - number * length, out[begin - first : end - first])
+    got, failed = fragments.read_many(stripe, {i: (each.begin, each.end) for i, each in ranges.items()}, length, True)
     for number, data in got.items():
-        np.copyto(np.frombuffer(ranges[number][2], np.uint8), data)
+        np.copyto(np.frombuffer(ranges[number].target, np.uint8), data)
     if failed:
-        read_ranges = {number: (ranges[number][0], data) for number, data in got.items()}
-        rebuild_ranges(fragments, stripe, length, {i: ranges[i] for i in failed}, read_ranges, failed)
+        rebuild_ranges(fragments, stripe, length, ranges, got, failed)
     for data in got.values():
         fragments.member_io.scratch.give_back(data)

@@ -20,6 +20,7 @@ from ckpt.aggregator.placement.redundancy import Redundancy
 from ckpt.aggregator.records import file_record
 from ckpt.aggregator.records.file_record import (
     INLINE_FILE_BYTES,
+    USUAL_STRIPE_BYTES,
     FileLayout,
     Fragment,
     MemberObject,
@@ -35,8 +36,6 @@ from ckpt.storage.base.store import ALIGNMENT, Writer
 
 _ABORT_SECONDS = 1.0
 """How long a commit waits for members to discard objects without a fragment."""
-_USUAL_STRIPE_BYTES = 8 << 20
-"""The bytes of most appends, and so of most stripes."""
 
 
 class FileWriter(Writer):
@@ -222,7 +221,7 @@ class FileWriter(Writer):
 
     def _object_size_hint(self) -> int:
         """Return the expected bytes of the object of one member."""
-        stripes = max(1, -(-self._size_hint // _USUAL_STRIPE_BYTES))
+        stripes = max(1, -(-self._size_hint // USUAL_STRIPE_BYTES))
         members = min(len(self._member_io.locations), stripes * self._redundancy.total_fragments)
         return int(self._size_hint * self._redundancy.overhead / members) // ALIGNMENT * ALIGNMENT
 

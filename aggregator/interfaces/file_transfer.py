@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.interfaces.folders import ParentCheck
+from ckpt.aggregator.records.file_record import USUAL_STRIPE_BYTES
 
 if TYPE_CHECKING:
     from fsspec.callbacks import Callback
-
-_COPY_BYTES = 8 << 20
 
 
 def read_file_range(namespace: Namespace, path: str, start: int | None, end: int | None) -> bytes:
@@ -37,7 +36,7 @@ def upload_file(
     callback.set_size(size)
     parent_check.check(path)
     with open(local_path, "rb") as source, namespace.create(path, None, size, new=new, aligned=False) as writer:
-        while data := source.read(_COPY_BYTES):
+        while data := source.read(USUAL_STRIPE_BYTES):
             writer.append(memoryview(data))
             callback.relative_update(len(data))
         writer.commit()
@@ -53,9 +52,9 @@ def download_file(namespace: Namespace, path: str, local_path: str, callback: Ca
         callback.set_size(size)
         os.makedirs(os.path.dirname(os.path.abspath(local_path)), exist_ok=True)
         with open(local_path, "wb") as target:
-            buffer = memoryview(bytearray(min(size, _COPY_BYTES) or 1))
-            for position in range(0, size, _COPY_BYTES):
-                count = reader.read_into(position, buffer[: min(_COPY_BYTES, size - position)])
+            buffer = memoryview(bytearray(min(size, USUAL_STRIPE_BYTES) or 1))
+            for position in range(0, size, USUAL_STRIPE_BYTES):
+                count = reader.read_into(position, buffer[: min(USUAL_STRIPE_BYTES, size - position)])
                 target.write(buffer[:count])
                 callback.relative_update(count)
 
@@ -65,8 +64,8 @@ def copy_file(source: Namespace, path: str, target: Namespace, target_path: str)
     with source.open(path) as reader:
         size = reader.file.head.nbytes
         with target.create(target_path, None, size, aligned=False) as writer:
-            for position in range(0, size, _COPY_BYTES):
-                buffer = memoryview(bytearray(min(_COPY_BYTES, size - position)))
+            for position in range(0, size, USUAL_STRIPE_BYTES):
+                buffer = memoryview(bytearray(min(USUAL_STRIPE_BYTES, size - position)))
                 reader.read_into(position, buffer)
                 writer.append(buffer)
             writer.commit()

@@ -20,6 +20,9 @@ from ckpt.storage.registers.base import RegisterValue
 INLINE_FILE_BYTES = 32 << 10
 """A file up to this size is stored in its record, on every member of the record's replica set."""
 
+USUAL_STRIPE_BYTES = 8 << 20
+"""The bytes of most appends to a large file, and so of most stripes."""
+
 _MAX_HISTORY = 8
 """The number of replaced versions that a record lists."""
 
