@@ -43,7 +43,7 @@ class MemberIO:
         self.read_fan_out = FanOut(self.fan_out.health)
         self.scratch = ScratchPool()
         self._warned_at: dict[str, float] = {}
-        """The time of the last warning about each subject of `warning_level`."""
+        """The time of the last warning about each subject of `warning_level`. Set without a lock: two threads may both warn."""
 
     @property
     def url(self) -> str:
@@ -96,6 +96,8 @@ class MemberIO:
 
     def discard(self, names: Mapping[str, Sequence[str]], wait_for_slow_nodes: bool = False) -> Collection[str]:
         """Delete objects, given by member, and return the members that have not confirmed it. A scrub finds what stays there.
+
+        Members that are not open are skipped, and are not among those returned.
 
         wait_for_slow_nodes: wait for nodes as long as for a commit; by default a slow node continues in the background after
         three seconds. Directories and buckets are always waited for.

@@ -43,6 +43,7 @@ class Namespace(NamespaceRecords):
         super().__init__(config)
         self.member_io = MemberIO(self, self.commit_timeout_seconds)
         self._publisher = Publisher(self, self.member_io)
+        # Threads set these three without a lock: at worst they warn, check or start a collection twice, which is harmless.
         self._is_few_members_warned = False
         self._collector: TombstoneCollector | None = None
         self._checked_infos: Mapping[str, MemberInfo] | None = None
@@ -243,8 +244,10 @@ class Namespace(NamespaceRecords):
     ) -> PathRecord:
         """Write a whole file, atomically and durably, and return its record.
 
-        By default it replaces any file at the path. new: raise AlreadyExists if a file exists. replaces: raise Changed where
-        the path has not this version. redundancy: default is that of the namespace.
+        By default it replaces any file at the path. new: raise AlreadyExists if a file exists. replaces: raise Changed if the
+        file at the path does not have this version. redundancy: default is that of the namespace.
+
+        Raises InvalidName, AlreadyExists and Changed: then nothing was published. After another error it may have been.
         """
         view = memoryview(data).cast("B")
         if len(view) <= INLINE_FILE_BYTES:
@@ -271,7 +274,7 @@ class Namespace(NamespaceRecords):
 
         redundancy: the default is that of the namespace. size_hint: the expected bytes. aligned: each append starts at a
         multiple of 4 KiB. new: the commit raises AlreadyExists if a file exists. base: append to this file. replaces: the
-        commit raises Changed if the path has not this version.
+        commit raises Changed if the file at the path does not have this version.
         """
         redundancy = redundancy or self.config.redundancy
         if base is not None and base.layout is not None:
@@ -312,7 +315,7 @@ class Namespace(NamespaceRecords):
                         raise
 
     def close(self) -> None:
-        """Close the connections to all members."""
+        """Close the connections to all members. Only for a namespace that its caller made: `open_namespace` shares its own."""
         self.fan_out.close()
         self.member_io.close()
         for open_member in self.open_members.values():

@@ -84,23 +84,24 @@ class Publisher:
     def publish(self, publication: Publication, relink: Relink = lambda file: file) -> PathRecord | MembersRemoved:
         """Publish a record, and return it as it is at the path then, or as it was proposed where others have changed the path.
 
-        Returns the removed members for which it was not published, if there are any. Raises AlreadyExists or Changed if the
-        condition does not hold: then nothing was published. After any other error it may have been published: Unavailable,
-        IntegrityError if the current record can't be read, and StoreError if a repair has deleted its objects, or where
-        its fragments can't be moved off removed members.
+        Returns MembersRemoved where it was not published, because members with fragments of the file were removed.
+
+        Raises AlreadyExists or Changed if the condition does not hold: then nothing was published. After any other error it may
+        have been published: Unavailable, IntegrityError if the current record can't be read, and StoreError if a repair has
+        deleted its objects, or where its fragments can't be moved off removed members.
         """
-        work = _Work(self._records, publication, relink)
+        state = _PublicationState(self._records, publication, relink)
         try:
-            value = work.run()
+            value = state.run()
         except _StopUpdate:
-            assert work.removed is not None
-            return work.removed
+            assert state.removed is not None
+            return state.removed
         current = None if value is None else file_record.decode_record(publication.path, value)
-        work.require_published(current)
+        state.require_published(current)
         # A half-done change from before the removal of a member may have been settled.
         if current is not None and (removed := _removed_members_of(self._records, current)):
             self._move_off_members(publication.path, current, removed)
-        old, file = work.replaced_record(current), work.file
+        old, file = state.replaced_record(current), state.file
         if old is not None and old.layout is not None and not old.rename_token:
             named = {o.name for each in (file, current) if each and each.layout for o in each.layout.objects}
             self._member_io.discard_layouts([old.layout], named)
@@ -129,7 +130,7 @@ class Publisher:
             file, members = current, _removed_members_of(self._records, current)
 
 
-class _Work:
+class _PublicationState:
     """State of one publication, used by the thread that publishes."""
 
     def __init__(self, records: NamespaceRecords, publication: Publication, relink: Relink) -> None:
@@ -143,7 +144,12 @@ class _Work:
         self._checked_number: int | None = None  # under this fence number, no tombstone of the path was collected
         self._may_be_accepted = publication.unsettled_number is not None or bool(publication.replaced)
         self._is_proposed = self._may_be_accepted
-        self._is_hidden = self._is_stale = self._is_compared = False  # of the record that `_decide` was called with last
+        self._is_hidden = False
+        """Whether the record of the last call of `_decide` may hide that an earlier try was published, then deleted."""
+        self._is_stale = False
+        """Whether the record of the last call of `_decide` may lack the version that a quorum has."""
+        self._is_compared = False
+        """Whether a record with a full history was compared with that of a quorum, which is done once."""
         self._replaced = dict(publication.replaced)
         self.file = publication.file
         """The record as it was proposed last."""

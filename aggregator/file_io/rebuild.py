@@ -43,10 +43,14 @@ def rebuild_fragments(
 ) -> FileLayout:
     """Return the layout with the lost fragments in new objects on other members. The record is not changed.
 
-    Each fragment is checked against its checksums, the new ones too. excluded: members that never take a new fragment.
+    Each fragment that is read is checked against its checksums, and each new copy against those of the other copies. A fragment
+    that an erasure code has computed gets the checksums of the computed bytes.
+
+    progress: called with the number of bytes just written, from many threads. excluded: members that never take a new fragment.
     allow_partial: a fragment that no member takes keeps its old position, whether it is lost or its member is only down.
 
-    Raises Unavailable if too few fragments are left, and, without `allow_partial`, if there are too few members.
+    Raises Unavailable if too few fragments are left, and, without `allow_partial`, if there are too few members; IntegrityError
+    if a new copy differs from the other copies.
     """
     avoided = set(excluded)
     before = layout
@@ -163,7 +167,7 @@ def _rebuild_once(
 
     incomplete = [index for index, stripe in enumerate(layout.stripes) if None in stripe.fragments]
     try:
-        run_in_order(rebuild, incomplete, _THREADS, "ckpt-restore")
+        run_in_order(rebuild, incomplete, _THREADS, "ckpt-rebuild")
         failpoint("repair.commit")
         objects.commit()
     except BaseException:
@@ -185,7 +189,8 @@ class _NewObjects:
         self._size_hint = size_hint
         self._path = path
         self._lock = threading.Lock()
-        """Guards `_opening`. Guards changes of `objects`."""
+        """Guards `_opening`. Guards changes of `objects`. The lock of a member in `_opening` guards its entry in `_writers`; to
+        `failed`, threads only add names."""
         self._writers: dict[str, tuple[int, Writer]] = {}
         self._opening: dict[str, threading.Lock] = {}
         self.objects = list(layout.objects)

@@ -59,8 +59,9 @@ class FileWriter(Writer):
         self._choice = MemberChoice(member_io, path, self._version, self._redundancy)
         self._written_file = WrittenFile(member_io, publisher, path, self._version, condition, self._choice)
         self._lock = threading.Lock()
-        """Guards the attributes below while threads append. Each element of `_stripes` is set without it, by the one thread
-        whose append has reserved it. `publish` takes no lock, because it is called after the last append."""
+        """Guards changes of the attributes below while threads append, with two exceptions: an element of `_stripes` is set by
+        the one thread whose append has reserved it, and `_append_error` by any thread whose write fails. `publish` takes no
+        lock, because it is called after the last append."""
         self._stripes: list[Stripe | None] = []  # None for one that is being written, or whose append failed
         self._next_position = 0
         self._length = 0
@@ -71,7 +72,7 @@ class FileWriter(Writer):
         self._opening_locks: dict[str, threading.Lock] = {}  # by member, so that its object is created once
         self._is_finished = False
         self._append_error: StoreError | None = None
-        """The first error of a write."""
+        """An error of a write, the first one unless two writes fail at the same moment."""
         if base is not None:
             self._next_position = self._length = base.head.nbytes
             self._inline_data = base.inline_data

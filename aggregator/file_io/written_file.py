@@ -1,4 +1,4 @@
-"""Publishes a file that was written: fragments on lost or removed members move, and in a new era its objects get new names."""
+"""Publishes a written file: fragments on lost or removed members move first, and in a new era its objects get second names."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ _TRIES = 3
 
 
 class WrittenFile:
-    """A file that is not written any more, until it is published. Used by one thread.
+    """The publication of a file, once all of its bytes are written. Used by one thread.
 
     It is created before the first object of the file, because the fence number of that moment protects the objects.
-    condition: what must be at the path; its `base` is the file to which this one was appended.
+
+    version: that of the file. condition: what must be at the path; its `base` is the file to which this one was appended.
+    choice: the members that get its fragments, shared with the writer.
     """
 
     def __init__(

@@ -192,7 +192,7 @@ class CollectionModel(Model[World]):
         return _send(state, at, client._replace(phase="propose"), MEMBERS[:1], ("read", client.fence))
 
     def _with_later_number(self, state: World, at: int, client: Client) -> Iterator[World]:
-        """Continue with a later fence number, as `_Work` in `aggregator/file_io/publication.py`."""
+        """Continue with a later fence number, as `_PublicationState` in `aggregator/file_io/publication.py`."""
         unsettled = client.unsettled or (client.fence if client.may_be_accepted else 0)
         for fence in {each.fence for _, each in state.members}:
             if order_key(fence) > order_key(client.fence):
@@ -305,7 +305,7 @@ class CollectionModel(Model[World]):
 
 
 def _decide(client: Client, value: RegisterValue | None) -> tuple[Client, RegisterValue | None]:
-    """Return the client, and the new value or None to keep it: for a writer as `_Work`, for the deleter as `Deletion`."""
+    """Return the client, and the new value or None to keep it: for a writer as `_PublicationState`, else as `Deletion`."""
     log = b"" if value is None else value.head
     if client.number == _DELETER:
         return client, RegisterValue(log + DELETED) if log and not log.endswith(DELETED) else None
