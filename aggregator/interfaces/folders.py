@@ -25,7 +25,9 @@ class ParentCheck:
 
     def __init__(self, namespace: Namespace) -> None:
         self._namespace = namespace
-        self._valid_until: dict[str, float] = {}  # checked folders, which most files share, and until when each check counts
+        self._valid_until: dict[str, float] = {}
+        """The checked folders, which most files share, and until when each check counts. Threads change it without a lock: an
+        entry that is lost costs one more check."""
 
     def check(self, path: str) -> None:
         """Raise NotADirectoryError if the path is below a file, and InvalidName if it can't name a file."""

@@ -64,8 +64,10 @@ def raise_unless_missing(error: OSError) -> None:
 class CkptFile(AbstractBufferedFile):  # type: ignore[misc]
     """An open file. Written data becomes visible when the file is closed, and never if it is discarded.
 
-    mode: rb, wb, ab or xb. block_size: of reads and writes in bytes. autocommit: whether closing the file makes it visible, or
-    a later `commit` does.
+    path: of either kind that the filesystem knows. mode: rb, wb, ab or xb. block_size: of reads and writes in bytes.
+    autocommit: whether closing the file makes it visible, or a later `commit` does. options: of `AbstractBufferedFile`.
+
+    Raises ValueError for another mode, and OSError with the error numbers of a file system.
     """
 
     def __init__(self, fs: CkptFileSystem, path: str, mode: str, block_size: int, autocommit: bool, **options: Any) -> None:
@@ -78,7 +80,7 @@ class CkptFile(AbstractBufferedFile):  # type: ignore[misc]
             self._reader = call_with_os_errors(path, location.namespace.open, location.path)
             options["size"] = self._reader.file.head.nbytes
         if mode == "xb" and call_with_os_errors(path, location.namespace.stat, location.path) is not None:
-            raise FileExistsError(17, "a file of this name exists already", path)
+            raise FileExistsError(errno.EEXIST, "a file of this name exists already", path)
         existing = call_with_os_errors(path, location.namespace.stat, location.path) if mode == "ab" else None
         if existing is not None and existing.head.kind != "file":
             raise IsADirectoryError(errno.EISDIR, "a folder, not a file", path)
@@ -99,9 +101,8 @@ class CkptFile(AbstractBufferedFile):  # type: ignore[misc]
 
     def _initiate_upload(self) -> None:
         base = self._base if self.mode == "ab" else None
-        new = self.mode == "xb" or (
-            self.mode == "ab" and base is None
-        )  # never replace a file that another client writes meanwhile
+        # An append to a file that did not exist must not replace a file that another client writes meanwhile.
+        new = self.mode == "xb" or (self.mode == "ab" and base is None)
         create = functools.partial(self._location.namespace.create, new=new, aligned=False, base=base)
         self._writer = call_with_os_errors(self.path, create, self._location.path)
 

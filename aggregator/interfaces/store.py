@@ -11,7 +11,7 @@ from ckpt.storage.base.store import Buffer, Entry, Reader, Version, Writer, chec
 
 
 class NamespaceStore(ConditionalStore):
-    """The store of all files below the path of a ckpt:// URL."""
+    """The store of all files below the path of a ckpt:// URL, with the calls and the errors of `Store`."""
 
     is_remote = True
 

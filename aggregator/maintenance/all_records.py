@@ -24,12 +24,12 @@ _LATE_WRITE_SECONDS = (0.2, 0.8)
 """How long to wait before each further look at records that differ. A client returns when a quorum has its change, and the
 other members have it a moment later."""
 _MAX_LISTINGS = 8
-"""After this many listings, during each of which a file may have moved, a scrub continues without the missing names."""
+"""After this many listings, during each of which a file may have moved, a scrub continues and reports no orphans."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllRecords:
-    """What the records of all paths say."""
+    """The records of all paths, and the objects that they name."""
 
     files: Mapping[str, PathRecord]
     """The record of each path that is a file."""
@@ -49,12 +49,16 @@ class AllRecords:
 
 @dataclass(slots=True)
 class _MemberRecords:
-    """What the records of single members say, as far as they were read."""
+    """The objects that records of single members name, as far as these were read. Used by one thread."""
 
     named: set[str] = field(default_factory=set)
+    """The names of objects that any record names."""
     damaged: set[str] = field(default_factory=set)
+    """The names of registers that are damaged on a member of their replica set."""
     unreadable: list[str] = field(default_factory=list)
+    """The paths of records that can't be decoded."""
     is_complete: bool = True
+    """Whether no record was damaged."""
     listed: dict[tuple[str, str], Ballot | None] = field(default_factory=dict)
     """By member and name, the ballot of each register when it was read last; None for one whose head is damaged."""
     missing_members: dict[str, StoreError] = field(default_factory=dict)
@@ -99,7 +103,7 @@ class _MemberRecords:
     def _add_records(
         self, namespace: Namespace, member: str, ballots: Mapping[str, Ballot | None], records: Sequence[RegisterAnswer]
     ) -> bool:
-        """Note what the registers of a member say, and return whether all of them still have these ballots."""
+        """Note the objects that registers of a member name, and return whether all of them still have these ballots."""
         found: dict[str, Ballot | None] = {}
         for name, record in zip(ballots, records, strict=True):
             # A listing does not show that a body is damaged.
@@ -117,6 +121,7 @@ class _MemberRecords:
         return found == ballots
 
     def add_objects(self, file: PathRecord) -> None:
+        """Add the objects of a record to `named`."""
         if file.layout is not None:
             self.named.update(o.name for o in file.layout.objects)
 

@@ -12,11 +12,7 @@ from ckpt.aggregator.file_io.layout_replacement import Replacement, current_reco
 from ckpt.aggregator.file_io.lost_fragments import LostFragments
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.file_io.rebuild import ByteProgress, rebuild_fragments
-from ckpt.aggregator.maintenance.repair import (
-    FILES_AT_ONCE,
-    repair_namespace,
-    select_fragments,
-)
+from ckpt.aggregator.maintenance.repair import FILES_AT_ONCE, repair_namespace, select_fragments
 from ckpt.aggregator.maintenance.repair_report import RepairCount, RepairReport
 from ckpt.aggregator.maintenance.scrub import require_exists, scrub_namespace
 from ckpt.aggregator.placement.rendezvous_hash import choose_members
@@ -28,7 +24,7 @@ from ckpt.storage.base.plural import format_count
 
 _RECHECK_SECONDS = 1.0
 _MAX_TRIES = 5
-"""The most tries for a file that changes while its fragments are moved, and the most rounds of a drain."""
+"""The most tries for a file that changes while its fragments are moved, and the most rounds of `drain_member`."""
 
 
 def drain_member(namespace: Namespace, member: str, progress: ByteProgress = lambda _: None) -> RepairReport:
@@ -36,8 +32,10 @@ def drain_member(namespace: Namespace, member: str, progress: ByteProgress = lam
 
     New fragments are still written to the member unless its weight is 0.
 
-    progress: called with the number of bytes just written, from many threads. Raises InvalidArgument if there is no such
-    member, or where it is read-only: it could not delete its objects, and its records would become outdated.
+    progress: called with the number of bytes just written, from many threads. A file that can't be moved is in the report.
+
+    Raises InvalidArgument if there is no such member, or where it is read-only: it could not delete its objects, and its
+    records would become outdated.
     """
     if member not in namespace.open_members:
         raise InvalidArgument(

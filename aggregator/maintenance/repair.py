@@ -42,6 +42,9 @@ def repair_namespace(
 
     found: the report of the scrub. bytes_per_second: the most bytes to write per second. progress: called with the number of
     bytes just written, from many threads.
+
+    A file that can't be repaired is in the report. Raises Unavailable and Changed if a ring change that was begun can't be
+    completed, and Unavailable if too few members answer.
     """
     rate_limiter = ByteRateLimiter(bytes_per_second)
 

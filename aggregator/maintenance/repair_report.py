@@ -24,7 +24,7 @@ class RepairReport:
     collected: int = 0
     """The number of collected tombstones."""
     failed: Mapping[str, str] = field(default_factory=dict)
-    """The reason for each path that could not be repaired or moved."""
+    """The reason for each path that could not be repaired or moved; "the records" stands for the redundancy of all records."""
 
 
 class RepairCount:

@@ -113,8 +113,10 @@ def scrub_namespace(
     """Compare the records and the objects of all members that answer, and return the report.
 
     verify: also let the members read and verify all fragments. progress: called with the number of bytes just verified.
-    grace_seconds: the age from which objects that no record names are orphans. Raises NotFound if the namespace does not
-    exist.
+    grace_seconds: the age from which objects that no record names are orphans.
+
+    Raises NotFound if the namespace does not exist, and Unavailable if so many members are missing that a record could be
+    overlooked.
     """
     require_exists(namespace)
     grace_seconds = GRACE_SECONDS if grace_seconds is None else grace_seconds
@@ -324,7 +326,7 @@ def _may_be_referenced(namespace: Namespace, path: str, name: str) -> bool:
 
 
 def _split_by_bytes(ranges: Iterable[CheckedRange]) -> Iterable[list[CheckedRange]]:
-    """Yield the ranges, ordered by position, in batches of about 64 MiB."""
+    """Yield the ranges, ordered by position, in batches of about `_VERIFY_BYTES`."""
     batch: list[CheckedRange] = []
     total = 0
     for each in sorted(ranges, key=lambda each: each.position):
