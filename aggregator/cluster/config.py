@@ -206,7 +206,8 @@ def _with_host_domain(config: NamespaceConfig, node_name: str, url: str) -> Name
     """Return the configuration with each member as a failure domain of its own, and `node_name` as the one of this host."""
     if node_name not in [member.name for member in config.members] or any(member.location.domain for member in config.members):
         raise InvalidArgument(
-            f"{url}: near= names one of the nodes that the URL lists: give one of them; for a name, set it in the TOML file"
+            f"{url}: near={node_name} is not one of the nodes that the URL lists; name one of them, or for a namespace of the "
+            "TOML file set near there"
         )
     members = tuple(replace(m, location=replace(m.location, domain=(m.name,))) for m in config.members)
     return replace(config, members=members, host_domain=(node_name,))

@@ -111,7 +111,7 @@ def test_the_url_of_a_memory_namespace_names_its_nodes() -> None:
     assert [m.location.domain for m in config.members] == [("10.0.0.1:5",), ("[::1]:6",)]
     assert MemoryNamespace((("a", "a:1"),)).url() == "ckpt://a:1?redundancy=1x"
     assert memory_placement.from_facts(memory_placement.to_facts([two, MemoryNamespace()])) == (two, MemoryNamespace())
-    with pytest.raises(InvalidArgument, match="near= names one of the nodes"):
+    with pytest.raises(InvalidArgument, match="near=c:3 is not one of the nodes"):
         parse_namespace_url("ckpt://a:1,b:2/run?near=c:3")
 
 
