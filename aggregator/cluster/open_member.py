@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckpt.aggregator.cluster.config import Member
 from ckpt.storage.base.store import Store
-from ckpt.storage.member.damaged_ranges import CheckedRange
+from ckpt.storage.member.damaged_ranges import ChecksummedRange
 from ckpt.storage.member.device import Device, MemberInfo
 from ckpt.storage.member.inventory import Inventory, InventoryPart, read_all_parts
 from ckpt.storage.node.client_credentials import NodeCredentials
@@ -46,7 +46,7 @@ class OpenMember:
         """Return the identity and the state of the member."""
         return self._device.info()
 
-    def verify(self, name: str, ranges: Sequence[CheckedRange]) -> Sequence[int]:
+    def verify(self, name: str, ranges: Sequence[ChecksummedRange]) -> Sequence[int]:
         """Return the indices of the damaged ranges of an object. Raises NotFound, and StoreError if they can't be read."""
         return self._device.verify(name, ranges)
 

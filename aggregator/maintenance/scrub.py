@@ -22,7 +22,7 @@ from ckpt.aggregator.placement.redundancy import Redundancy
 from ckpt.aggregator.records import file_record
 from ckpt.aggregator.records.file_record import FileLayout, PathRecord, fragment_bytes
 from ckpt.storage.base.errors import CkptError, NotFound, StoreError, Unavailable
-from ckpt.storage.member.damaged_ranges import CheckedRange
+from ckpt.storage.member.damaged_ranges import ChecksummedRange
 
 log = logging.getLogger("ckpt")
 
@@ -219,7 +219,7 @@ class _ObjectCheck:
 
     path: str
     name: str
-    ranges: list[CheckedRange]
+    ranges: list[ChecksummedRange]
     """The fragments to verify."""
 
     @property
@@ -274,12 +274,12 @@ def _checks_of_file(path: str, file: PathRecord) -> Iterable[tuple[str, _ObjectC
     """Yield the check of each object of a file, with the member that has the object."""
     if file.layout is None:
         return
-    ranges: dict[int, list[CheckedRange]] = defaultdict(list)
+    ranges: dict[int, list[ChecksummedRange]] = defaultdict(list)
     for stripe in file.layout.stripes:
         nbytes = fragment_bytes(stripe.nbytes, file.layout.redundancy)
         for fragment in stripe.fragments:
             if fragment is not None:
-                ranges[fragment.object_index].append(CheckedRange(fragment.position, nbytes, fragment.cell_checksums))
+                ranges[fragment.object_index].append(ChecksummedRange(fragment.position, nbytes, fragment.cell_checksums))
     for object_index, object_ranges in ranges.items():
         member_object = file.layout.objects[object_index]
         yield member_object.member, _ObjectCheck(path, member_object.name, object_ranges)
@@ -312,7 +312,7 @@ def _verify_member(
     return _MemberFindings(damaged_positions, unchecked_bytes)
 
 
-def _total_bytes(ranges: Iterable[CheckedRange]) -> int:
+def _total_bytes(ranges: Iterable[ChecksummedRange]) -> int:
     return sum(each.nbytes for each in ranges)
 
 
@@ -325,9 +325,9 @@ def _may_be_referenced(namespace: Namespace, path: str, name: str) -> bool:
     return file is not None and file.layout is not None and name in [o.name for o in file.layout.objects]
 
 
-def _split_by_bytes(ranges: Iterable[CheckedRange]) -> Iterable[list[CheckedRange]]:
+def _split_by_bytes(ranges: Iterable[ChecksummedRange]) -> Iterable[list[ChecksummedRange]]:
     """Yield the ranges, ordered by position, in batches of about `_VERIFY_BYTES`."""
-    batch: list[CheckedRange] = []
+    batch: list[ChecksummedRange] = []
     total = 0
     for each in sorted(ranges, key=lambda each: each.position):
         batch.append(each)

@@ -31,7 +31,7 @@ from ckpt.storage.member.bucket_format import (
     object_key,
     register_name,
 )
-from ckpt.storage.member.damaged_ranges import CheckedRange, find_damaged_ranges
+from ckpt.storage.member.damaged_ranges import ChecksummedRange, find_damaged_ranges
 from ckpt.storage.member.device import OBJECTS, QUARANTINE, MemberInfo
 from ckpt.storage.member.inventory import PART_SECONDS, Inventory, InventoryPart, read_all_parts, read_inventory_part
 from ckpt.storage.registers.base import (
@@ -105,7 +105,7 @@ class Bucket:
         except (ValueError, KeyError, TypeError) as error:
             raise StoreError(f"{self.url}/device.json is damaged ({error}); delete it") from error
 
-    def verify(self, name: str, ranges: Sequence[CheckedRange]) -> list[int]:
+    def verify(self, name: str, ranges: Sequence[ChecksummedRange]) -> list[int]:
         """Return the indices of the damaged ranges of an object. Raises NotFound, and StoreError if the store fails."""
         return find_damaged_ranges(self.store, name, ranges)
 

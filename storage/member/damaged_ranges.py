@@ -11,7 +11,7 @@ from ckpt.storage.base.store import Store
 
 
 @dataclass(frozen=True, slots=True)
-class CheckedRange:
+class ChecksummedRange:
     """A range of an object, and what its bytes must be."""
 
     position: int
@@ -22,7 +22,7 @@ class CheckedRange:
     """The checksum of each of its cells, 8 bytes each; see storage/base/checksums.py."""
 
 
-def find_damaged_ranges(store: Store, name: str, ranges: Sequence[CheckedRange]) -> list[int]:
+def find_damaged_ranges(store: Store, name: str, ranges: Sequence[ChecksummedRange]) -> list[int]:
     """Return the indices of the ranges of an object that are damaged, or that the device cannot read.
 
     Raises NotFound, and StoreError if the store fails otherwise, which says nothing about the bytes.

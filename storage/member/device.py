@@ -20,7 +20,7 @@ from ckpt.storage.base.fd_io import convert_os_errors, describe_os_error
 from ckpt.storage.base.fsync import make_durable_root, sync_folder, sync_nearest_folder
 from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.local.durable_writer import LocalWriter, walk_temporaries
-from ckpt.storage.member.damaged_ranges import CheckedRange, find_damaged_ranges
+from ckpt.storage.member.damaged_ranges import ChecksummedRange, find_damaged_ranges
 from ckpt.storage.member.inventory import PART_SECONDS, Inventory, InventoryPart, read_all_parts, read_inventory_part
 from ckpt.storage.registers.sqlite import SqliteRegisters
 
@@ -220,7 +220,7 @@ class Device:
         """Return the identity and the usage of this device."""
         return MemberInfo(self.identity(), *self.usage())
 
-    def verify(self, name: str, ranges: Sequence[CheckedRange]) -> list[int]:
+    def verify(self, name: str, ranges: Sequence[ChecksummedRange]) -> list[int]:
         """Return the indices of the damaged ranges of an object. Raises NotFound, and StoreError if the store fails."""
         return find_damaged_ranges(self.store, name, ranges)
 

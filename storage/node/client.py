@@ -16,7 +16,7 @@ from ckpt.storage.base.checksums import transfer_digest
 from ckpt.storage.base.errors import CkptError, IntegrityError, Refused, StoreError, Unavailable, Untrusted
 from ckpt.storage.base.fd_io import DescriptorReader, convert_os_errors
 from ckpt.storage.base.store import Buffer, Entry, Reader, Store, Writer, check_name, require_length
-from ckpt.storage.member.damaged_ranges import CheckedRange
+from ckpt.storage.member.damaged_ranges import ChecksummedRange
 from ckpt.storage.member.device import MemberInfo
 from ckpt.storage.member.inventory import InventoryPart
 from ckpt.storage.node import message_digests, wire
@@ -164,7 +164,7 @@ class NodeStore(Store):
         found: bool = self.call("exists", check_name(name))
         return found
 
-    def verify(self, name: str, ranges: Sequence[CheckedRange]) -> Sequence[int]:
+    def verify(self, name: str, ranges: Sequence[ChecksummedRange]) -> Sequence[int]:
         """Return the indices of the damaged ranges of an object, which the node reads. Raises NotFound and StoreError."""
         deadline = 10 * self._credentials.deadline_seconds
         encoded = [[each.position, each.nbytes, each.cell_checksums] for each in ranges]

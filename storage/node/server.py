@@ -24,7 +24,7 @@ from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument,
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.store import check_name
 from ckpt.storage.base.threads import start_or_raise
-from ckpt.storage.member.damaged_ranges import CheckedRange
+from ckpt.storage.member.damaged_ranges import ChecksummedRange
 from ckpt.storage.member.device import Device
 from ckpt.storage.node import fd_passing_server, message_digests, wire
 from ckpt.storage.node.forked_connections import GRPC
@@ -331,7 +331,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
 
     def _verb_verify(self, name: str, ranges: list[Any]) -> list[int]:
         """Read ranges on the node, and return the indices of the damaged ones."""
-        return self._device.verify(name, [CheckedRange(position, nbytes, cells) for position, nbytes, cells in ranges])
+        return self._device.verify(name, [ChecksummedRange(position, nbytes, cells) for position, nbytes, cells in ranges])
 
     def _verb_link(self, name: str, to: str) -> None:
         """Give an object a second name."""

@@ -9,7 +9,7 @@ import pytest
 from ckpt.storage.base.checksums import cell_checksums
 from ckpt.storage.base.errors import StoreError
 from ckpt.storage.base.failpoints import set_failpoints
-from ckpt.storage.member.damaged_ranges import CheckedRange
+from ckpt.storage.member.damaged_ranges import ChecksummedRange
 from ckpt.storage.member.device import Device
 
 
@@ -20,7 +20,7 @@ def fixture_device(tmp_path: Path) -> Device:
     return device
 
 
-RANGES = [CheckedRange(0, 100, cell_checksums(memoryview(bytes(100))))]
+RANGES = [ChecksummedRange(0, 100, cell_checksums(memoryview(bytes(100))))]
 
 
 def test_bytes_that_the_device_cannot_read_are_damaged(device: Device) -> None:
