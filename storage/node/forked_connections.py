@@ -40,7 +40,7 @@ def _keep_no_longer() -> None:
 
 
 def _keep_until_the_end() -> None:
-    """Hold the references for ever, in the child: the end of the interpreter must not free the connections either."""
+    """Hold the references permanently, in the child: the end of the interpreter must not free the connections either."""
     for client in _kept[-1]:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
 
