@@ -102,7 +102,7 @@ class Agent:
             self._joined = self._join(identity, ranks)
             if self._joined.status is not None:
                 return self._joined.status
-            return self._run_joined(identity, surroundings, ranks, self._joined.run_id)
+            return self._run_joined(identity, surroundings, ranks, self._joined)
 
     def _join(self, identity: AgentIdentity, ranks: HostRanks) -> Joined:
         request = JoinRequest(
@@ -127,17 +127,19 @@ class Agent:
             )
         return bool(unlisted)
 
-    def _run_joined(self, identity: AgentIdentity, surroundings: RankSurroundings, ranks: HostRanks, run_id: str) -> int:
+    def _run_joined(self, identity: AgentIdentity, surroundings: RankSurroundings, ranks: HostRanks, joined: Joined) -> int:
         run_log, single_host = self._log.run_log, self._spec.hosts == 1
         coordinator = Coordinator(run_log, single_host)
         self._accounting = TimeAccounting(self._options.folder, identity.name, single_host, self._log, coordinator)
+        if joined.has_begun_run:
+            self._accounting.account_start(self._log.run_state)
         with contextlib.closing(HostLease(run_log, surroundings.orphan_guard, identity.name, self._spec.least)) as lease:
             report = make_report(identity, self._signals, ranks, self._memory)
             heartbeat = AgentHeartbeat(run_log, report, lease, single_host)
             parts = AgentParts(
                 identity=identity,
                 spec=self._spec,
-                run_id=run_id,
+                run_id=joined.run_id,
                 signals=self._signals,
                 select=surroundings.select,
                 messages=self._messages,

@@ -34,6 +34,8 @@ class Joined:
     """The random name of the run that this agent takes part in; "" none."""
     status: int | None = None
     """The exit status of the run if it has already ended, so that there is nothing to do; 128 + n if signal n came first."""
+    has_begun_run: bool = False
+    """Whether this agent has begun the run, and leads it until another agent takes over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ class Joining:
         for other in reports.keys() - living.keys() - {name}:
             self._log.run_log.remove_report(other, holder_of(reports[other]))
         self._log.read()
-        return Joined(run_id)
+        return Joined(run_id, has_begun_run=True)
 
 
 def _unfinished_reports(run_state: RunState, facts_by_name: Mapping[str, Mapping[str, object]]) -> list[AgentReport]:

@@ -9,9 +9,17 @@ from pathlib import Path
 
 from ckpt.recovery.agent.followed_log import FollowedLog
 from ckpt.recovery.coordinator.coordinator import Coordinator
-from ckpt.recovery.goodput.ledger import LEDGER_FILE, GoodputLedger, LedgerSpan, ledger_file_name, read_ledger_file
+from ckpt.recovery.goodput.ledger import (
+    LEDGER_FILE,
+    GoodputLedger,
+    LedgerSpan,
+    ledger_file_name,
+    process_start_time,
+    read_ledger_file,
+)
 from ckpt.recovery.goodput.time_category import TimeCategory
 from ckpt.recovery.run_log.agent_reports import LOST_SECONDS, AgentReport
+from ckpt.recovery.run_log.base import LogEntry
 from ckpt.recovery.run_log.entry_facts import LeadFacts, facts_of
 from ckpt.recovery.run_log.run_state import RunState
 from ckpt.storage.base.fd_io import describe_os_error
@@ -34,6 +42,17 @@ class TimeAccounting:
     def __init__(self, folder: Path, name: str, single_host: bool, log: FollowedLog, coordinator: Coordinator) -> None:
         self._folder, self._name, self._single_host, self._log, self._coordinator = folder, name, single_host, log, coordinator
         self._ledger: GoodputLedger | None = None
+
+    def account_start(self, run_state: RunState) -> None:
+        """Account the time from the start of this process, which has begun the run, to now.
+
+        No other agent knows this time, if one leads already. The accounting of a run on a single host does this by itself.
+        """
+        if not self._single_host:
+            run_entry = next(entry for entry in reversed(self._log.entries) if entry.kind == "run")
+            began = min(process_start_time(), time.monotonic() - (time.time() - run_entry.at))
+            self._ledger = GoodputLedger(self._folder / ledger_file_name(self._name), began)
+            self._ledger.account("wait", max(0, run_state.attempt))
 
     def account_by_reports(self, run_state: RunState, own_report: AgentReport) -> None:
         """Account the time since the last call, by the reports of the agents."""
@@ -91,9 +110,7 @@ class TimeAccounting:
         """Return when this ledger begins, by CLOCK_MONOTONIC; None: with this process, which has begun the run."""
         if self._single_host:
             return None
-        leads = [
-            entry for entry in takewhile(lambda entry: entry.kind != "run", reversed(self._log.entries)) if entry.kind == "lead"
-        ]
+        leads = self._leads_of_run()
         leaders = [facts_of(entry, LeadFacts).name for entry in leads]
         ledgers = {name: _read_spans(self._folder / ledger_file_name(name)) for name in set(leaders)}
         ends = {name: lines[-1].at for name, lines in ledgers.items() if lines and lines[-1].at >= leads[-1].at}
@@ -103,6 +120,12 @@ class TimeAccounting:
         if is_folder_shared or has_led_before:
             return min(now, now - (time.time() - max(ends.values())))
         return now - self._coordinator.silent_seconds(leaders[1]) if len(leads) > 1 else None
+
+    def _leads_of_run(self) -> list[LogEntry]:
+        """Return the entries of the agents that have led this run, the newest first."""
+        return [
+            entry for entry in takewhile(lambda entry: entry.kind != "run", reversed(self._log.entries)) if entry.kind == "lead"
+        ]
 
 
 def _read_spans(path: Path) -> list[LedgerSpan]:

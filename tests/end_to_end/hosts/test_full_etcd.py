@@ -47,7 +47,9 @@ def test_no_host_is_lost_while_etcd_is_full(tmp_path: Path) -> None:
         time.sleep(3 * LOST_SECONDS)
         _free(client)
         assert set(run.ends(*"abc").values()) == {0}
-        assert [entry.kind for entry in run.log()] == ["run", "lead", "start", "end"], "no host was taken for lost"
+        assert [entry.kind for entry in run.log() if entry.kind != "note"] == ["run", "lead", "start", "end"], (
+            "no host was taken for lost"
+        )
         assert all("etcdctl alarm disarm" in run.messages(name) for name in "abc")
         assert_result(run, 6)
     finally:

@@ -95,10 +95,9 @@ def monitored(program: str, size: int, folder: Path, limits: HangLimits) -> Iter
 @contextlib.contextmanager
 def monitor_until_failure(program: str, size: int, folder: Path) -> Iterator[RankMonitor]:
     """Start ranks that run a program, and return their monitor when it has found a failure."""
-    with monitored(program, size, folder, HangLimits(least_seconds=0.5, initial_limit_seconds=uniform_initial_limits(5))) as (
-        watch,
-        polls,
-    ):
+    # Limits of 5 s, but on a busy machine a rank may take longer to start.
+    limits = HangLimits(least_seconds=0.5, initial_limit_seconds={**uniform_initial_limits(5), "start": 300.0})
+    with monitored(program, size, folder, limits) as (watch, polls):
         while watch.failure is None:
             next(polls)
         yield watch
