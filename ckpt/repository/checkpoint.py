@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -288,10 +289,11 @@ class LazyArray:
 def _bounding_box(index: object, shape: tuple[int, ...]) -> tuple[Box, tuple[slice | int, ...]]:
     """Return the smallest box around a basic index, and the index into that box that selects the same elements."""
     items = list(index) if isinstance(index, tuple) else [index]
-    given = sum(i is not Ellipsis for i in items)
-    if given > len(shape) or items.count(Ellipsis) > 1:
+    ellipses = [at for at, item in enumerate(items) if item is Ellipsis]  # `==` of an array compares its elements
+    given = len(items) - len(ellipses)
+    if given > len(shape) or len(ellipses) > 1:
         raise IndexError(f"index {index!r} has more axes than shape {shape}")
-    at = items.index(Ellipsis) if Ellipsis in items else len(items)
+    at = ellipses[0] if ellipses else len(items)
     items = items[:at] + [slice(None)] * (len(shape) - given) + items[at + 1 :]
     offset: list[int] = []
     extent: list[int] = []
@@ -305,12 +307,18 @@ def _bounding_box(index: object, shape: tuple[int, ...]) -> tuple[Box, tuple[sli
             step = picked.step
             within.append(slice(None, None, step) if picked else slice(0, 0))
         else:
-            i = item.__index__() if hasattr(item, "__index__") else None
-            if i is None:
-                raise IndexError(f"index {item!r} is neither an integer nor a slice; read a slice and index the result")
+            i = _integer_index(item)
             if not -length <= i < length:
                 raise IndexError(f"index {i} is out of bounds for an axis of {length}")
             offset.append(i % length)
             extent.append(1)
             within.append(0)
     return Box(tuple(offset), tuple(extent)), tuple(within)
+
+
+def _integer_index(item: Any) -> int:
+    """Return an index as an integer. A bool is none: numpy gives it another meaning. Raises IndexError."""
+    if not isinstance(item, bool | np.bool):
+        with suppress(TypeError):  # an array has __index__, too, which fails if it has more than one element
+            return operator.index(item)
+    raise IndexError(f"index {item!r} is neither an integer nor a slice; read a slice and index the result")

@@ -19,7 +19,7 @@ class TieredRepository(Repository):
     def __init__(self, repositories: Sequence[Repository]) -> None:
         """repositories: the nearest first; the last is the repository of record."""
         self._replicated_store = ReplicatedStore([tier.store for tier in repositories])
-        super().__init__(self._replicated_store)
+        super().__init__(self._replicated_store, repositories[-1].keys)
         self._repositories = tuple(repositories)
 
     @property

@@ -27,6 +27,8 @@ _FILE_NAME = "devices.json"
 _VERSION = 1
 _MAX_DEVICES = 100
 _MAX_FILE_BYTES = 1 << 20
+_LAST_TIME = 1 << 40
+"""In seconds since 1970. A later time, or one that is no number, counts as unknown."""
 
 _lock = fork_safe_lock()
 """Guards `_tuners` and `_written`."""
@@ -125,7 +127,7 @@ def _write(folder: Path, devices: Mapping[str, Mapping[str, object]]) -> None:
 
 def _learned_at(fields: Mapping[str, object]) -> float:
     found = fields.get("learned_at")
-    return float(found) if isinstance(found, int | float) else 0.0
+    return found if isinstance(found, int | float) and 0 < found < _LAST_TIME else 0.0
 
 
 def _to_json(choice: Choice) -> dict[str, object]:

@@ -137,6 +137,16 @@ def test_a_script_without_a_framework_that_is_adapted_is_reported_at_its_end(tmp
     assert run(tmp_path, "print('nothing')\n", "--adapt")[1].count("ckpt: ") == 0
 
 
+@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
+def test_a_script_with_lightning_is_not_reported_as_one_with_nothing_to_save(tmp_path: Path, package: str) -> None:
+    """Lightning finds the callback of ckpt by an entry point, so no hook knows whether it has saved."""
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text("")
+    status, printed = run(tmp_path, f"import torch, {package}\n", "--adapt")
+    assert status == 0, printed
+    assert "nothing to save" not in printed
+
+
 def test_the_sitecustomize_of_the_user_still_runs(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()

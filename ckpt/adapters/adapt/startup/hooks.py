@@ -37,6 +37,9 @@ _ATTEMPT_VARIABLE = "CKPT_ATTEMPT"  # the fork server has none
 _LAUNCHER_SCRIPTS = {"torchrun", "accelerate", "accelerate-launch", "deepspeed", "ckpt-run"}
 _LAUNCHER_MODULES = ("torch.distributed.", "accelerate.commands.", "deepspeed.launcher.", "paddle.distributed.launch", "ckpt.")
 
+_LIGHTNING_PACKAGES = {"lightning", "pytorch_lightning"}
+"""Packages that find the callback of ckpt by an entry point, so that no hook is needed."""
+
 
 @dataclass(frozen=True)
 class Hook:
@@ -191,7 +194,8 @@ def print_refused(what: str, reason: object) -> None:
 
 def _report_nothing() -> None:
     """At the end of a script that no hook has adapted, name the frameworks that it has imported."""
-    if not acts_here() or _process.printed or sys.orig_argv[1:2] == ["-c"] or "lightning" in sys.modules:
+    is_known = _process.printed or bool(_LIGHTNING_PACKAGES & sys.modules.keys())
+    if not acts_here() or is_known or sys.orig_argv[1:2] == ["-c"]:
         return
     if found := [refusal for refusal in REFUSALS if refusal.module in sys.modules]:
         print_once("--adapt has found nothing to save. " + "; ".join(f"{refusal.name}: {refusal.reason}" for refusal in found))
@@ -202,7 +206,7 @@ def _first_optimizer_step(torch_optimizer: ModuleType) -> None:
 
     def notice(*_: object) -> None:
         handle.remove()
-        if acts_here() and not _process.printed and not {"lightning", "pytorch_lightning", "keras"} & sys.modules.keys():
+        if acts_here() and not _process.printed and not (_LIGHTNING_PACKAGES | {"keras"}) & sys.modules.keys():
             name = "accelerate" if "accelerate" in sys.modules else "torch"
             print_refused(f"this loop over {name}", next(r.reason for r in REFUSALS if r.name == name))
 

@@ -126,6 +126,16 @@ def test_slices_equal_those_of_numpy(tmp_path_factory, data):
     np.testing.assert_array_equal(np.asarray(lazy), array)
 
 
+@pytest.mark.parametrize(
+    "index", [np.array([0, 1]), [0, 1], (0, np.array([True, False, True, False])), True, np.True_, (..., ...), None, "0", 1.0]
+)
+def test_an_index_that_is_no_integer_or_slice_is_refused(tmp_path, index):
+    lazy = ckpt.save({"x": np.arange(12.0).reshape(3, 4)}, tmp_path, step=1)["x"]
+    with pytest.raises(IndexError):
+        lazy[index]
+    assert lazy[np.int64(1), ..., np.array(2)] == 6.0  # these are integers
+
+
 def streamed_state():
     """Return leaves that share blocks, fill several chunks, or end within a chunk; one is compressed."""
     draw = random.Random(3)

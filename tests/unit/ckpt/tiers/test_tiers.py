@@ -43,6 +43,18 @@ def test_each_tier_keeps_its_own_steps(tier_folders: TierFolders) -> None:
         assert {name for name in files(tier) if name.startswith("steps/")} == reachable(tier)
 
 
+def test_a_step_of_tiers_is_reported_as_checked_with_a_key(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path / "run", every=None, key=b"k" * 32, tiers=[ckpt.Tier(tmp_path / "near")]) as ck:
+        ck.save(1, state_of(1), blocking=True)
+        newest = ck.repository.latest()
+        assert newest is not None
+        assert newest.protection.endswith("signature checked")
+    with ckpt.Checkpointer(tmp_path / "run", every=None, tiers=[ckpt.Tier(tmp_path / "near")]) as ck:
+        newest = ck.repository.latest()
+        assert newest is not None
+        assert "signature not checked" in newest.protection
+
+
 def test_an_explicit_save_is_copied_to_all_tiers(tier_folders: TierFolders) -> None:
     with tier_folders.open(every=None) as ck:
         assert ck.save(4, state_of(4)).result().step == 4

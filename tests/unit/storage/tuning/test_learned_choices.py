@@ -75,6 +75,16 @@ def test_a_file_that_cannot_be_used_counts_as_empty_and_is_replaced(cache: Path,
     assert learned_choices.shared_tuner("disk", DISK).choice == BEST
 
 
+def test_entries_with_impossible_times_are_the_first_to_be_dropped(cache: Path) -> None:
+    times = {"huge": 10**400, "text": "x", "none": None}
+    entries = {name: {"requests": 1, "request_bytes": 1, "learned_at": at} for name, at in times.items()}
+    cache.parent.mkdir(parents=True)
+    cache.write_text(json.dumps({"version": 1, "devices": entries}))
+    for number in range(100):
+        learn(f"disk {number}")
+    assert set(json.loads(cache.read_text())["devices"]) == {f"disk {number}" for number in range(100)}
+
+
 def test_a_folder_that_cannot_be_written_is_no_error(cache: Path) -> None:
     cache.parent.write_bytes(b"a file")
     learn("disk")
