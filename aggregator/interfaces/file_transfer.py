@@ -6,8 +6,9 @@ import os
 from typing import TYPE_CHECKING
 
 from ckpt.aggregator.file_io.namespace import Namespace
-from ckpt.aggregator.interfaces.folders import ParentCheck
+from ckpt.aggregator.file_io.reader import FileReader
 from ckpt.aggregator.records.file_record import USUAL_STRIPE_BYTES
+from ckpt.storage.base.store import Writer
 
 if TYPE_CHECKING:
     from fsspec.callbacks import Callback
@@ -24,22 +25,24 @@ def read_file_range(namespace: Namespace, path: str, start: int | None, end: int
         return bytes(data)
 
 
-def upload_file(
-    local_path: str, namespace: Namespace, path: str, parent_check: ParentCheck, new: bool, callback: Callback
-) -> None:
-    """Copy a file of this host to a namespace.
+def append_local_file(local_path: str, callback: Callback, writer: Writer) -> None:
+    """Append a file of this host to a file that is being written.
 
-    parent_check: raises if a file can't be at this path. new: raise AlreadyExists if a file exists. callback: an fsspec
-    callback for the progress.
+    callback: an fsspec callback for the progress.
     """
-    size = os.path.getsize(local_path)
-    callback.set_size(size)
-    parent_check.check(path)
-    with open(local_path, "rb") as source, namespace.create(path, None, size, new=new, aligned=False) as writer:
+    with open(local_path, "rb") as source:
         while data := source.read(USUAL_STRIPE_BYTES):
             writer.append(memoryview(data))
             callback.relative_update(len(data))
-        writer.commit()
+
+
+def append_file(reader: FileReader, writer: Writer) -> None:
+    """Append a file of a namespace to a file that is being written, in the same or another namespace."""
+    size = reader.file.head.nbytes
+    for position in range(0, size, USUAL_STRIPE_BYTES):
+        buffer = memoryview(bytearray(min(USUAL_STRIPE_BYTES, size - position)))
+        reader.read_into(position, buffer)
+        writer.append(buffer)
 
 
 def download_file(namespace: Namespace, path: str, local_path: str, callback: Callback) -> None:
@@ -57,15 +60,3 @@ def download_file(namespace: Namespace, path: str, local_path: str, callback: Ca
                 count = reader.read_into(position, buffer[: min(USUAL_STRIPE_BYTES, size - position)])
                 target.write(buffer[:count])
                 callback.relative_update(count)
-
-
-def copy_file(source: Namespace, path: str, target: Namespace, target_path: str) -> None:
-    """Copy a file to another path, of the same or of another namespace."""
-    with source.open(path) as reader:
-        size = reader.file.head.nbytes
-        with target.create(target_path, None, size, aligned=False) as writer:
-            for position in range(0, size, USUAL_STRIPE_BYTES):
-                buffer = memoryview(bytearray(min(USUAL_STRIPE_BYTES, size - position)))
-                reader.read_into(position, buffer)
-                writer.append(buffer)
-            writer.commit()

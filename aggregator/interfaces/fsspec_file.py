@@ -1,4 +1,4 @@
-"""An open file of a namespace for fsspec, entries of listings, and the mapping of errors to OSError."""
+"""An open file of a namespace for fsspec, its path, entries of listings, and the mapping of errors to OSError."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import errno
 import functools
 import io
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict, TypeVar, TypeVarTuple
 
 from fsspec.spec import AbstractBufferedFile
 
+from ckpt.aggregator.cluster.config import full_path
+from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.interfaces.folders import ParentCheck
 from ckpt.aggregator.records.file_record import RecordHead
 from ckpt.storage.base.errors import AlreadyExists, Changed, InvalidName, StoreError, error_number
 
@@ -31,6 +35,22 @@ class FileInfo(TypedDict):
     created: NotRequired[float]
     mtime: NotRequired[float]
     ukey: NotRequired[str]
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedPath:
+    """The namespace of a path, and the path in it."""
+
+    namespace: Namespace
+    parent_check: ParentCheck
+    path: str
+    """The path in the namespace."""
+    member_list: str = ""
+    """The members' part of a path that contains its namespace."""
+
+    def full_name(self, path: str) -> str:
+        """Return another path of the namespace, of the same kind as the path that was resolved."""
+        return full_path(self.member_list, path) if self.member_list else path
 
 
 def call_with_os_errors(path: str, call: Callable[[*Ts], T], *args: *Ts) -> T:
@@ -59,6 +79,26 @@ def raise_unless_missing(error: OSError) -> None:
     """Raise an error of a listing, unless the folder was removed while its parent was walked through."""
     if not isinstance(error, FileNotFoundError):
         raise error
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredFile:
+    """A file that was written in a transaction of fsspec, which publishes or discards it at its end."""
+
+    path: str
+    writer: FileWriter
+
+    def commit(self) -> None:
+        """Make the file visible. Raises OSError."""
+        try:
+            call_with_os_errors(self.path, self.writer.commit)
+        except BaseException:
+            self.writer.abort()
+            raise
+
+    def discard(self) -> None:
+        """Discard the written data."""
+        self.writer.abort()
 
 
 class CkptFile(AbstractBufferedFile):  # type: ignore[misc]

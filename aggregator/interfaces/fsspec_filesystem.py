@@ -19,22 +19,28 @@ import os
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from glob import has_magic
 from typing import Any, TypeVar, TypeVarTuple
 
 from fsspec.asyn import AsyncFileSystem
 from fsspec.callbacks import DEFAULT_CALLBACK, Callback
-from fsspec.implementations.local import trailing_sep
-from fsspec.utils import other_paths, stringify_path
+from fsspec.utils import stringify_path
 
 from ckpt.aggregator.cluster.config import NAMESPACE_SCHEME, full_path, is_full_path, join_url, split_full_path, split_url
 from ckpt.aggregator.file_io.namespace import Namespace, open_namespace
-from ckpt.aggregator.interfaces.file_transfer import copy_file, download_file, read_file_range, upload_file
-from ckpt.aggregator.interfaces.folders import ParentCheck, move_folder, parent_folders, remove_folder
-from ckpt.aggregator.interfaces.fsspec_file import CkptFile, FileInfo, call_with_os_errors, file_info, raise_unless_missing
-from ckpt.storage.base.store import Buffer
+from ckpt.aggregator.interfaces.file_transfer import append_file, append_local_file, download_file, read_file_range
+from ckpt.aggregator.interfaces.folders import ParentCheck, parent_folders, remove_folder
+from ckpt.aggregator.interfaces.fsspec_file import (
+    CkptFile,
+    DeferredFile,
+    FileInfo,
+    ResolvedPath,
+    call_with_os_errors,
+    file_info,
+    raise_unless_missing,
+)
+from ckpt.aggregator.interfaces.fsspec_moves import move_paths
+from ckpt.storage.base.store import Buffer, Writer
 from ckpt.storage.base.threads import DaemonThreadPool
 
 T = TypeVar("T")
@@ -42,22 +48,6 @@ Ts = TypeVarTuple("Ts")
 
 _OnError = str | Callable[[OSError], object]
 """What a walk does where a folder can't be listed: "omit" or "raise", or a call with the error."""
-
-
-@dataclass(frozen=True, slots=True)
-class _ResolvedPath:
-    """The namespace of a path, and the path in it."""
-
-    namespace: Namespace
-    parent_check: ParentCheck
-    path: str
-    """The path in the namespace."""
-    member_list: str = ""
-    """The members' part of a path that contains its namespace."""
-
-    def full_name(self, path: str) -> str:
-        """Return another path of the namespace, of the same kind as the path that was resolved."""
-        return full_path(self.member_list, path) if self.member_list else path
 
 
 class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
@@ -89,7 +79,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
             self.namespace, _ = open_namespace(join_url(members, redundancy=redundancy, near=near))
             self.parent_check = ParentCheck(self.namespace)
 
-    def resolve(self, path: str | os.PathLike[str]) -> _ResolvedPath:
+    def resolve(self, path: str | os.PathLike[str]) -> ResolvedPath:
         """Return the namespace of a path of either kind, and the path in it. Raises ValueError if there is no namespace."""
         text = stringify_path(path)
         if text.startswith(f"{NAMESPACE_SCHEME}://"):
@@ -99,18 +89,18 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
             own_prefix = full_path(self.members)
             if text == own_prefix or text.startswith(f"{own_prefix}/"):
                 return self._resolve_in(*split_full_path(text))
-            return _ResolvedPath(self.namespace, self.parent_check, text)
+            return ResolvedPath(self.namespace, self.parent_check, text)
         if not is_full_path(text):
             raise ValueError(
                 f"{text!r} names no namespace: write ckpt://host:port,host:port/path or ckpt://NAME/path, or give members="
             )
         return self._resolve_in(*split_full_path(text))
 
-    def _resolve_in(self, member_list: str, path: str) -> _ResolvedPath:
+    def _resolve_in(self, member_list: str, path: str) -> ResolvedPath:
         if member_list == self.members:
-            return _ResolvedPath(self.namespace, self.parent_check, path, member_list)
+            return ResolvedPath(self.namespace, self.parent_check, path, member_list)
         namespace, _ = open_namespace(join_url(member_list, redundancy=self._redundancy))
-        return _ResolvedPath(namespace, self._parent_checks.setdefault(member_list, ParentCheck(namespace)), path, member_list)
+        return ResolvedPath(namespace, self._parent_checks.setdefault(member_list, ParentCheck(namespace)), path, member_list)
 
     # --- names -------------------------------------------------------------------------------------------------
 
@@ -120,6 +110,21 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
             return [cls._strip_protocol(p) for p in path]
         text = stringify_path(path)
         return full_path(*split_url(text)[:2]) if text.startswith(f"{NAMESPACE_SCHEME}://") else text.strip("/")
+
+    def path_with_parent(self, path: Any) -> Any:
+        """Return a path with a slash for the same file: a path at the root gets its namespace in front, others stay.
+
+        fsspec takes the folder of a path from its text, and treats a path without a slash as its own folder.
+        """
+        if not self.members or not isinstance(path, str) or not path.strip("/") or "/" in path.strip("/"):
+            return path
+        return f"{full_path(self.members)}/{path.lstrip('/')}"
+
+    async def _get(self, rpath: Any, lpath: Any, *args: Any, **options: Any) -> Any:
+        return await super()._get(self.path_with_parent(rpath), lpath, *args, **options)
+
+    async def _copy(self, path1: Any, path2: Any, *args: Any, **options: Any) -> Any:
+        return await super()._copy(self.path_with_parent(path1), path2, *args, **options)
 
     @classmethod
     def _get_kwargs_from_urls(cls, urlpath: str | os.PathLike[str]) -> dict[str, str]:
@@ -240,9 +245,30 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
     async def _pipe_file(self, path: str, value: Buffer, mode: str = "overwrite", **_: object) -> None:
         await self._call_in_thread(path, self._put_whole, self.resolve(path), value, mode == "create")
 
-    def _put_whole(self, location: _ResolvedPath, value: Buffer, new: bool = False) -> None:
+    def _put_whole(self, location: ResolvedPath, value: Buffer, new: bool = False) -> None:
+        if self._intrans:
+            self._write(location, memoryview(value).nbytes, lambda writer: writer.append(memoryview(value)), new)
+            return
         location.parent_check.check(location.path)
         location.namespace.put(location.path, value, new)
+
+    def _write(self, location: ResolvedPath, size: int, append: Callable[[Writer], object], new: bool = False) -> None:
+        """Write a file, which becomes visible at the end of the transaction, or at once outside of one.
+
+        size: the expected bytes. append: appends all data to a writer. new: raise AlreadyExists if a file exists.
+        """
+        in_transaction = self._intrans
+        location.parent_check.check(location.path)
+        writer = location.namespace.create(location.path, None, size, new=new, aligned=False)
+        try:
+            append(writer)
+            if not in_transaction:
+                writer.commit()
+        except BaseException:
+            writer.abort()
+            raise
+        if in_transaction:
+            self.transaction.files.append(DeferredFile(location.path, writer))
 
     async def _put_file(
         self, lpath: str, rpath: str, callback: Callback = DEFAULT_CALLBACK, mode: str = "overwrite", **_: object
@@ -251,9 +277,10 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         if os.path.isdir(lpath):
             await self._makedirs(rpath, exist_ok=True)
             return
-        new, parent_check = mode == "create", location.parent_check
-        upload = functools.partial(upload_file, lpath, location.namespace, location.path, parent_check, new, callback)
-        await self._call_in_thread(rpath, upload)
+        size = os.path.getsize(lpath)
+        callback.set_size(size)
+        append = functools.partial(append_local_file, lpath, callback)
+        await self._call_in_thread(rpath, self._write, location, size, append, mode == "create")
 
     async def _get_file(self, rpath: str, lpath: str, callback: Callback = DEFAULT_CALLBACK, **_: object) -> None:
         location = self.resolve(rpath)
@@ -268,11 +295,11 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
             await self._makedirs(path2, exist_ok=True)
             return
 
-        def copy() -> None:
-            target.parent_check.check(target.path)
-            copy_file(source.namespace, source.path, target.namespace, target.path)
+        await self._call_in_thread(path1, self._copy_between, source, target)
 
-        await self._call_in_thread(path1, copy)
+    def _copy_between(self, source: ResolvedPath, target: ResolvedPath) -> None:
+        with source.namespace.open(source.path) as reader:
+            self._write(target, reader.file.head.nbytes, functools.partial(append_file, reader))
 
     def _open(
         self, path: str, mode: str = "rb", block_size: int | None = None, autocommit: bool = True,
@@ -289,37 +316,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         """
         if maxdepth is not None:
             raise ValueError("mv moves a folder with all its content, so leave maxdepth out")
-        moves = self._plan_moves(path1, path2)
-        folders = {old for old, _ in moves if self.info(old)["type"] == "directory"}  # find errors before the first move
-        if folders and not recursive:
-            raise IsADirectoryError(
-                errno.EISDIR, "a folder; mv(…, recursive=True) moves it with all its content", sorted(folders)[0]
-            )
-        for old, new in moves:
-            source, target = self.resolve(old), self.resolve(new)
-            if source.namespace is not target.namespace:
-                raise OSError(errno.EXDEV, "another namespace: copy the file there, and remove it here", new)
-            call_with_os_errors(new, target.parent_check.check, target.path)
-            if old in folders:
-                call_with_os_errors(old, move_folder, source.namespace, source.path, target.path, source.namespace.rename)
-            else:
-                call_with_os_errors(old, source.namespace.rename, source.path, target.path)
-
-    def _plan_moves(self, path1: Any, path2: Any) -> list[tuple[str, str]]:
-        """Return pairs of old and new paths. As for a copy by fsspec, an existing folder at the new path is a parent."""
-        if isinstance(path1, list) and isinstance(path2, list):
-            return list(zip(self._strip_protocol(path1), self._strip_protocol(path2), strict=True))
-        old, new = self._strip_protocol(path1), self._strip_protocol(path2)
-        if isinstance(old, str) and not has_magic(old):
-            is_into = trailing_sep(stringify_path(path2)) or (not trailing_sep(stringify_path(path1)) and self.isdir(new))
-            return [(old, f"{new}/{old.rpartition('/')[2]}".lstrip("/") if is_into else new)]
-        found = self.expand_path(old)
-        below = tuple(f"{path}/" for path in found)
-        found = [path for path in found if not path.startswith(below)]  # files in a folder move with the folder
-        targets = [path.strip("/") for path in other_paths(found, new, exists=len(found) == 1, flatten=isinstance(old, list))]
-        if len(set(targets)) < len(targets):
-            raise ValueError(f"mv to {path2}: two of the files would get the same name; move them one by one")
-        return list(zip(found, targets, strict=True))
+        move_paths(self, path1, path2, recursive)
 
     # --- changing ----------------------------------------------------------------------------------------------
 
