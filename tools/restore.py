@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import secrets
-import shutil
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import click
@@ -17,15 +11,13 @@ import ckpt
 from ckpt.errors import StepNotFound
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import Repository
-from ckpt.storage.base.errors import CkptError, IntegrityError
+from ckpt.storage.base.errors import IntegrityError
 from ckpt.storage.base.failpoints import failpoint
-from ckpt.storage.base.fd_io import describe_os_error
 from ckpt.storage.base.plural import format_count
-from ckpt.storage.base.store import TEMPORARY_SUFFIX
 from ckpt.tools import common
+from ckpt.tools.atomic_destination import atomic_destination, check_destination, make_durable
 from ckpt.tools.command_options import gather_options
-from ckpt.tools.common import Advance, emit, format_size, printable, require_parent_folder
-from ckpt.tools.export_hf import require_replaceable
+from ckpt.tools.common import Advance, emit, format_size, printable
 from ckpt.tools.export_names import ExportNames
 from ckpt.tools.restore_options import HfOptions, SourceOptions, hugging_face_options, name_options
 from ckpt.tools.step_contents import read_contents
@@ -43,10 +35,6 @@ _FORMATS_BY_SUFFIX = {
     ".safetensors": "safetensors", ".npz": "npz", ".pt": "pt", ".pth": "pt", ".h5": "hdf5", ".hdf5": "hdf5",
     ".zarr": "zarr",
 }  # fmt: skip
-
-
-_SHARED_NAME_BYTES = 150
-"""How much of the name of DEST is in that of its temporary file: file systems allow 255 bytes."""
 
 
 class _RestoreCommand(click.Command):
@@ -139,7 +127,7 @@ def command(
     URL is a folder, or any URL that ckpt.save accepts (s3://bucket/run …). Nothing is changed there.
     """
     chosen = _choose_format(dest, requested_format, hf, hf_options)
-    _check_destination(dest, chosen, overwrite)
+    check_destination(dest, chosen, overwrite)
     repo = ckpt.open(url, key=source.key_file)
     checkpoint = repo[source.step] if source.step is not None else _newest_checkpoint(repo)
     selected = read_contents(checkpoint, source.only, names)
@@ -148,11 +136,11 @@ def command(
     if model is not None:
         selected = model.contents
     passes = 2 if chosen == "pt" else 1  # .pt is read into memory, and then written
-    with _atomic_destination(dest, chosen, overwrite) as temporary:
+    with atomic_destination(dest, chosen, overwrite) as temporary:
         with common.progress(selected.nbytes * passes, f"step {checkpoint.step}") as advance:
             counted = _with_failpoint("restore.write", advance)
             raw = model.write(temporary, counted) if model is not None else writer.write(selected, str(temporary), counted)
-        nbytes = _make_durable(temporary)
+        nbytes = make_durable(temporary)
         failpoint("restore.written")
     if raw:
         listed = ", ".join(printable(name) for name in raw[:5]) + (f" and {len(raw) - 5} more" if len(raw) > 5 else "")
@@ -199,86 +187,12 @@ def _newest_checkpoint(repo: Repository) -> Checkpoint:
     raise repo.no_step_error()
 
 
-# --- the destination -------------------------------------------------------------------------------------------
-
-
-def _check_destination(dest: Path, format_name: str, overwrite: bool) -> None:
-    """Raise CkptError if `dest` can't be written, or exists and must not be replaced."""
-    if not dest.name:
-        raise CkptError(f"{dest} can't be replaced, as it has no name here; name a file or a folder in it")
-    require_parent_folder(dest)
-    if not os.path.lexists(dest):
-        return
-    if not overwrite:
-        raise CkptError(f"{dest} exists; name another file, or replace it with --overwrite")
-    if format_name == "hf":
-        require_replaceable(dest)
-    elif format_name == "zarr":
-        if not (dest.is_dir() and any((dest / marker).exists() for marker in ("zarr.json", ".zgroup", ".zarray"))):
-            raise CkptError(f"{dest} exists and is not a zarr group, so it is not replaced; remove it, or name another")
-    elif dest.is_dir():
-        raise CkptError(f"{dest} is a folder, so it is not replaced by a file; name a file in it")
-
-
-@contextmanager
-def _atomic_destination(dest: Path, format_name: str, overwrite: bool) -> Iterator[Path]:
-    """A context with a temporary path in the folder of `dest`, which is renamed to it at the end, or removed after an error."""
-    begin = os.fsencode(dest.name)[:_SHARED_NAME_BYTES].decode(errors="ignore")
-    temporary = dest.with_name(f".{begin}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
-    replaced = temporary.with_name(temporary.name + "-old")
-    done = False
-    try:
-        yield temporary
-        _check_destination(dest, format_name, overwrite)  # another program may have created it meanwhile
-        if dest.is_dir():  # a rename can't replace a folder that is not empty
-            os.rename(dest, replaced)
-        failpoint("restore.replace")
-        os.rename(temporary, dest)
-        done = True
-        _fsync(dest.parent)
-    except OSError as error:
-        raise CkptError(f"{dest} could not be written: {describe_os_error(error)}") from error
-    finally:
-        _remove(temporary)
-        if done:
-            _remove(replaced)
-        elif replaced.exists() and not dest.exists():  # the rename of the new one failed: put the old one back
-            os.rename(replaced, dest)
-
-
 def _with_failpoint(name: str, advance: Advance) -> Advance:
     def passed(nbytes: int) -> None:
         failpoint(name)
         advance(nbytes)
 
     return passed
-
-
-def _make_durable(path: Path) -> int:
-    """Make a file, or all files of a folder, durable; return their bytes."""
-    nbytes = sum(map(_make_durable, path.iterdir())) if path.is_dir() else path.stat().st_size
-    _fsync(path)
-    return nbytes
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        for _ in range(100):  # after an interrupt, threads of zarr may still write into the folder
-            shutil.rmtree(path, ignore_errors=True)
-            if not path.exists():
-                break
-            time.sleep(0.02)
-    else:
-        with suppress(OSError):  # on a read-only file system this fails, too, and must not replace the error that led here
-            path.unlink()
 
 
 if __name__ == "__main__":

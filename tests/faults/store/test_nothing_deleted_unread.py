@@ -31,7 +31,7 @@ from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.remote.fsspec_store import FsspecStore
 from ckpt.tiers.freed_memory import remove_freed_commits
 from ckpt.tiers.memory_drain import NOT_DRAINED, drain
-from ckpt.tools.restore import _atomic_destination
+from ckpt.tools.atomic_destination import atomic_destination
 
 __all__ = ["tier_folders"]
 
@@ -246,7 +246,7 @@ def test_a_failed_restore_puts_the_replaced_folder_back(tmp_path: Path) -> None:
     (dest / "precious").write_text("old")
     set_failpoints("restore.replace=error")
     try:
-        with pytest.raises(ckpt.CkptError), _atomic_destination(dest, "zarr", True) as temporary:
+        with pytest.raises(ckpt.CkptError), atomic_destination(dest, "zarr", True) as temporary:
             temporary.mkdir()
     finally:
         set_failpoints("")
