@@ -28,7 +28,7 @@ _VERSION = 1
 _MAX_DEVICES = 100
 _MAX_FILE_BYTES = 1 << 20
 _LAST_TIME = 1 << 40
-"""In seconds since 1970. A later time, or one that is no number, counts as unknown."""
+"""In seconds since 1970. A later time counts as unknown, as does a value that is not a number."""
 
 _lock = fork_safe_lock()
 """Guards `_tuners` and `_written`."""

@@ -1,4 +1,4 @@
-"""The namespace as an fsspec filesystem: refusals, folders, open files, transactions."""
+"""The namespace as an fsspec filesystem: refusals, folders, open files."""
 
 from __future__ import annotations
 
@@ -362,66 +362,3 @@ def test_errors_have_the_numbers_of_the_system(error: type[StoreError], number: 
         call_with_os_errors("a/b", fail)
     assert (caught.value.errno, caught.value.filename) == (number, "a/b")
     assert type(caught.value) is type(OSError(number, "why"))
-
-
-def test_a_transaction_publishes_all_files_or_none(filesystem: CkptFileSystem) -> None:
-    fs = filesystem
-    with fs.transaction, fs.open("a", "wb") as file:
-        file.write(b"1" * 100_000)
-    assert fs.cat("a") == b"1" * 100_000
-
-    class Stop(Exception):
-        pass
-
-    with pytest.raises(Stop), fs.transaction:
-        with fs.open("b", "wb") as file:
-            file.write(b"1" * 100_000)
-        raise Stop
-    assert not fs.exists("b")
-
-
-def test_a_rolled_back_transaction_leaves_no_file_of_any_call(filesystem: CkptFileSystem, tmp_path: Path) -> None:
-    fs = filesystem
-    (tmp_path / "local").write_bytes(b"new" * 50_000)
-    fs.pipe({"kept": b"old", "source": b"s"})
-
-    def write_with_each_call() -> None:
-        fs.pipe("pipe", b"new")
-        fs.pipe("large", b"new" * 50_000)
-        fs.pipe("kept", b"new")
-        fs.put(str(tmp_path / "local"), "put")
-        fs.cp("source", "cp")
-        fs.touch("touch")
-
-    with pytest.raises(ArithmeticError), fs.transaction:
-        write_with_each_call()
-        assert fs.cat("kept") == b"old"  # nothing is visible before the end
-        raise ArithmeticError
-    assert fs.find("") == ["kept", "source"]
-    assert fs.cat("kept") == b"old"
-    with fs.transaction:
-        write_with_each_call()
-        assert fs.find("") == ["kept", "source"]
-    assert fs.find("") == ["cp", "kept", "large", "pipe", "put", "source", "touch"]
-    assert fs.cat(["kept", "large", "put"]) == {"kept": b"new", "large": b"new" * 50_000, "put": b"new" * 50_000}
-
-
-def test_a_path_that_ends_with_a_slash_is_a_folder_also_for_files_at_the_root(
-    filesystem: CkptFileSystem, tmp_path: Path
-) -> None:
-    fs = filesystem
-    fs.pipe({"a": b"1", "run/x": b"2", "b1": b"3"})
-    for source in ("a", "/a", fs.unstrip_protocol("a"), "[a]*"):
-        out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
-        fs.get(source, f"{out}/")
-        assert [path.name for path in out.iterdir()] == ["a"]
-    fs.get("run", f"{tmp_path}/whole/", recursive=True)
-    assert (tmp_path / "whole/run/x").read_bytes() == b"2"
-    fs.get("run/", f"{tmp_path}/below/", recursive=True)
-    assert (tmp_path / "below/x").read_bytes() == b"2"
-    fs.get("a", f"{tmp_path}/renamed")
-    assert (tmp_path / "renamed").read_bytes() == b"1"
-    fs.cp("a", "c1/")
-    fs.cp("run", "c2/", recursive=True)
-    fs.mv("b*", "c3/")
-    assert fs.find("") == ["a", "c1/a", "c2/run/x", "c3/b1", "run/x"]
