@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import click
@@ -88,7 +89,7 @@ def _silent_state(error: BaseException) -> str:
 def scrub(url: str, quick: bool, grace: float, as_json: bool) -> int:
     """Let all members read and check their objects, and report missing, damaged and left-over ones. Changes nothing.
 
-    Exit status: 0 there is nothing to repair, 1 there is, or a member does not answer.
+    Exit status: 0 there is nothing to repair, 1 there is, or something could not be read, or a member does not answer.
     """
     from ckpt.aggregator.file_io.namespace import open_namespace
 
@@ -104,6 +105,7 @@ def scrub(url: str, quick: bool, grace: float, as_json: bool) -> int:
                 "damaged": [{"path": f.path, "state": f.state, "spare": f.spare_fragments} for f in found.damaged_files],
                 "orphans": found.orphans,
                 "lagging": found.lagging_paths,
+                "unreadable": [*found.unreadable_paths],
                 "missing": {m: str(e) for m, e in found.missing_members.items()},
                 "unread_bytes": found.unchecked_bytes,
                 "exposed": None if found.insufficient_redundancy is None else str(found.insufficient_redundancy),
@@ -122,7 +124,7 @@ def scrub(url: str, quick: bool, grace: float, as_json: bool) -> int:
 def repair(url: str, quick: bool, grace: float, rate: int | None) -> int:
     """Repair what a scrub finds, the most endangered files first. It can be interrupted and run again.
 
-    Exit status: 0 nothing is left to repair, 1 something is, or a member does not answer.
+    Exit status: 0 nothing is left to repair, 1 something is, or could not be read, or a member does not answer.
     """
     from ckpt.aggregator.file_io.namespace import open_namespace
     from ckpt.aggregator.maintenance.repair import repair_namespace
@@ -133,7 +135,7 @@ def repair(url: str, quick: bool, grace: float, rate: int | None) -> int:
     total = sum(f.file.head.nbytes for f in found.damaged_files if f.state != "lost")
     with common.progress(total, "repairing") as advance:
         done = repair_namespace(namespace, found, rate, advance)
-    is_incomplete = bool(done.failed or found.missing_members)
+    is_incomplete = bool(done.failed or found.missing_members or found.unchecked_bytes)
     result = "not all whole yet" if is_incomplete else "nothing is missing now" if quick else "all whole now"
     emit(
         f"{format_count(done.files, 'file')} made whole ({format_size(done.nbytes)} written), "
@@ -141,7 +143,8 @@ def repair(url: str, quick: bool, grace: float, rate: int | None) -> int:
         f"{format_count(done.orphans, 'unreferenced object')} deleted; {result}"
     )
     for path, reason in done.failed.items():
-        emit(f"{path}: {reason}")
+        if path not in found.unreadable_paths:  # else the findings have it
+            emit(f"{path}: {reason}")
     return int(is_incomplete)
 
 
@@ -235,9 +238,8 @@ def _run_scrub(namespace: Namespace, verify: bool, grace: float) -> ScrubReport:
 
     if not verify:
         return scrub_namespace(namespace, grace_seconds=grace)
-    total = sum(h.nbytes for h in namespace.list().values()) * namespace.config.redundancy.overhead
-    with common.progress(int(total), "checking") as advance:
-        return scrub_namespace(namespace, True, advance, grace)
+    with common.growing_progress("checking") as (expect, advance):
+        return scrub_namespace(namespace, True, advance, grace, expect)
 
 
 def _consequence(health: FileHealth) -> str:
@@ -246,6 +248,20 @@ def _consequence(health: FileHealth) -> str:
     if not health.spare_fragments:
         return "one more lost fragment destroys it"
     return f"it survives the loss of {format_count(health.spare_fragments, 'more fragment')}"
+
+
+def _print_unreadable(reasons: Mapping[str, str], most: int = 10) -> None:
+    """Print the paths whose record can't be read, `most` of them at most, and what to do next."""
+    if not reasons:
+        return
+    for path in [*reasons][:most]:
+        emit(f"{path}: {reasons[path]}")
+    if len(reasons) > most:
+        emit(f"… and {len(reasons) - most} more")
+    emit(
+        f"{format_count(len(reasons), 'record')} can't be read, so no unreferenced object is deleted: start all members, "
+        "install a newer ckpt-store if one wrote them, or write the files again under other names"
+    )
 
 
 def _print_findings(namespace: Namespace, found: ScrubReport) -> None:
@@ -257,6 +273,7 @@ def _print_findings(namespace: Namespace, found: ScrubReport) -> None:
         )
     for member, names in found.orphans.items():
         emit(f"{member}: {format_count(len(names), 'object')} that no record names")
+    _print_unreadable(found.unreadable_paths)
     if found.lagging_paths:
         emit(f"{format_count(len(found.lagging_paths), 'record')} not the same on all members that keep them")
     for member, error in found.missing_members.items():

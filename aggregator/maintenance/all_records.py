@@ -1,4 +1,4 @@
-"""Reads the records of all paths from all members, for a scrub."""
+"""Reads the records of all paths, for a scrub, a drain and a rebalance."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class AllRecords:
     file needs is among the named ones."""
     lagging_paths: Sequence[str]
     """The paths whose record differs between the members of its replica set, or is damaged on one of them."""
-    unreadable_paths: Sequence[str]
-    """The paths whose record can't be decoded, so that the objects that they need are unknown."""
+    unreadable_paths: Mapping[str, str]
+    """The reason for each path whose record can't be read or decoded, so that the objects that it needs are unknown."""
     missing_members: Mapping[str, StoreError]
     """The members that do not answer, with the error of each."""
 
@@ -55,8 +55,8 @@ class _MemberRecords:
     """The names of objects that any record names."""
     damaged: set[str] = field(default_factory=set)
     """The names of registers that are damaged on a member of their replica set."""
-    unreadable: list[str] = field(default_factory=list)
-    """The paths of records that can't be decoded."""
+    unreadable: dict[str, str] = field(default_factory=dict)
+    """By the path of each record that can't be decoded: why."""
     is_complete: bool = True
     """Whether no record was damaged."""
     listed: dict[tuple[str, str], Ballot | None] = field(default_factory=dict)
@@ -115,8 +115,8 @@ class _MemberRecords:
             elif record.value is not None:
                 try:
                     self.add_objects(file_record.decode_record(name[1:], record.value))
-                except CkptError:
-                    self.unreadable.append(name[1:])
+                except CkptError as error:
+                    self.unreadable[name[1:]] = str(error)
         self.listed.update({(member, name): ballot for name, ballot in found.items()})
         return found == ballots
 
@@ -144,24 +144,19 @@ def read_all_records(namespace: Namespace) -> AllRecords:
     differing: list[str] = []
     for start in range(0, len(paths), BATCH_PATHS):
         batch = paths[start : start + BATCH_PATHS]
-        values, missing = _read_records(namespace, batch)
-        read.unreadable += [name[1:] for name in missing]
-        for name, value in values.items():
-            if name not in read.damaged and is_lagging(namespace.ring.replica_set(name), ballots[name], answers):
-                differing.append(name)
-            if value is None:
-                continue
-            try:
-                file = file_record.decode_record(name[1:], value)
-            except CkptError as error:
-                log.error("%s", error)
-                read.unreadable.append(name[1:])
-                continue
+        values, unreadable = _read_records(namespace, batch)
+        read.unreadable |= unreadable
+        differing += [
+            name
+            for name in values
+            if name not in read.damaged and is_lagging(namespace.ring.replica_set(name), ballots[name], answers)
+        ]
+        for path, file in _decode_records(values, read.unreadable).items():
             read.add_objects(file)
             if file.exists and file.head.kind == "file":
-                files[name[1:]] = file
-    unreadable = sorted(set(read.unreadable))
+                files[path] = file
     lagging = sorted(name[1:] for name in read.damaged.union(_still_differing(namespace, differing)))
+    unreadable = dict(sorted(read.unreadable.items()))
     missing_members = {**errors, **read.missing_members}
     return AllRecords(files, read.named, read.is_complete and is_settled, lagging, unreadable, missing_members)
 
@@ -176,24 +171,52 @@ def _is_tombstone(name: str, record: RegisterAnswer) -> bool:
         return True
 
 
-def _read_records(namespace: Namespace, names: Sequence[str]) -> tuple[Mapping[str, RegisterValue | None], Sequence[str]]:
-    """Return the values of registers, and the names of those that no quorum of undamaged records has.
+def read_file_batches(namespace: Namespace) -> Iterable[tuple[Mapping[str, PathRecord], Mapping[str, str]]]:
+    """Yield the records of all files, in batches, with the reason for each path of the batch whose record can't be read.
+
+    Raises Unavailable if so many members are missing that a file could be overlooked.
+    """
+    answers, _ = namespace.scan("/", wait_for_all=False)
+    names = sorted(ballots_by_name(answers))
+    for start in range(0, len(names), BATCH_PATHS):
+        values, unreadable = _read_records(namespace, names[start : start + BATCH_PATHS])
+        decoded = _decode_records(values, unreadable)
+        yield {path: file for path, file in decoded.items() if file.exists and file.head.kind == "file"}, unreadable
+
+
+def _read_records(namespace: Namespace, names: Sequence[str]) -> tuple[Mapping[str, RegisterValue | None], dict[str, str]]:
+    """Return the values of registers, and by path the reason for each that no quorum of undamaged records has.
 
     One such register makes the read of a whole batch fail, so the others are then read one by one.
     """
     try:
-        return namespace.read_records(names), []
-    except Unavailable:
+        return namespace.read_records(names), {}
+    except Unavailable as error:
         if len(names) == 1:
-            log.exception("%s: the record can't be read; the scrub continues with the others", names[0][1:])
-            return {}, names
+            path = names[0][1:]
+            log.error("%s: the record can't be read, and the other files are processed: %s", path, error)
+            return {}, {path: str(error)}
     found: dict[str, RegisterValue | None] = {}
-    missing: list[str] = []
+    unreadable: dict[str, str] = {}
     for name in names:
-        values, without = _read_records(namespace, [name])
+        values, reasons = _read_records(namespace, [name])
         found.update(values)
-        missing += without
-    return found, missing
+        unreadable |= reasons
+    return found, unreadable
+
+
+def _decode_records(values: Mapping[str, RegisterValue | None], unreadable: dict[str, str]) -> dict[str, PathRecord]:
+    """Return the records of registers by path. Add the reason for each that can't be decoded to `unreadable`."""
+    decoded: dict[str, PathRecord] = {}
+    for name, value in values.items():
+        if value is None:
+            continue
+        try:
+            decoded[name[1:]] = file_record.decode_record(name[1:], value)
+        except CkptError as error:
+            log.error("%s", error)
+            unreadable[name[1:]] = str(error)
+    return decoded
 
 
 def _still_differing(namespace: Namespace, names: Sequence[str]) -> Sequence[str]:

@@ -12,12 +12,12 @@ from ckpt.aggregator.file_io.layout_replacement import Replacement, current_reco
 from ckpt.aggregator.file_io.lost_fragments import LostFragments
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.file_io.rebuild import ByteProgress, rebuild_fragments
+from ckpt.aggregator.maintenance.all_records import read_file_batches
 from ckpt.aggregator.maintenance.repair import FILES_AT_ONCE, repair_namespace, select_fragments
 from ckpt.aggregator.maintenance.repair_report import RepairCount, RepairReport
 from ckpt.aggregator.maintenance.scrub import require_exists, scrub_namespace
 from ckpt.aggregator.placement.rendezvous_hash import choose_members
 from ckpt.aggregator.records.file_record import FileLayout, PathRecord, fragment_bytes
-from ckpt.aggregator.records.paxos import BATCH_PATHS
 from ckpt.aggregator.records.ring_change import change_ring
 from ckpt.storage.base.errors import CkptError, InvalidArgument
 from ckpt.storage.base.plural import format_count
@@ -153,8 +153,8 @@ def _move_fragments(
             fragments=select_fragments(layout, lambda index, member_object: member_object.member in leaving[index])
         )
 
-    def planned_bytes(file: PathRecord | None) -> int:
-        if file is None or (layout := file.layout) is None:
+    def planned_bytes(file: PathRecord) -> int:
+        if (layout := file.layout) is None:
             return 0
         remaining = fragments_to_move(file, layout).removed_from(layout)
         return sum(fragment_bytes(s.nbytes, layout.redundancy) * s.fragments.count(None) for s in remaining.stripes)
@@ -164,7 +164,9 @@ def _move_fragments(
         rebuilt = rebuild_fragments(namespace.member_io, path, file.head.version, layout, moving, count.add_bytes, excluded)
         return replace_layout(namespace, namespace.member_io, path, file, rebuilt, number)
 
-    def move_current(item: tuple[str, PathRecord | None]) -> None:
+    def move_current(item: tuple[str, PathRecord]) -> None:
+        path: str
+        file: PathRecord | None
         path, file = item
         for _ in range(_MAX_TRIES):
             if file is None or (layout := file.layout) is None or not (moving := fragments_to_move(file, layout)):
@@ -184,9 +186,9 @@ def _move_fragments(
                 path, f"it was changed during each of {_MAX_TRIES} tries to move it; move it when nobody writes to it"
             )
 
-    paths = [path for path, head in namespace.list().items() if head.kind == "file"]
-    for start in range(0, len(paths), BATCH_PATHS):
-        files = namespace.stat_all(paths[start : start + BATCH_PATHS])
+    for files, unreadable in read_file_batches(namespace) if namespace.exists() else ():
+        for path, reason in unreadable.items():  # its fragments may have to move
+            count.add_failure(path, reason)
         on_planned_bytes(sum(map(planned_bytes, files.values())))
         run_in_order(move_current, files.items(), FILES_AT_ONCE, "ckpt-repair")
     return count.report()

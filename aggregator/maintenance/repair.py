@@ -53,7 +53,12 @@ def repair_namespace(
         rate_limiter(nbytes)
 
     count = RepairCount(advance)
-    complete_ring_change(namespace)
+    for path, unreadable_reason in found.unreadable_paths.items():
+        count.add_failure(path, unreadable_reason)
+    try:
+        complete_ring_change(namespace)
+    except CkptError as error:  # such as a record that can't be copied to other members: all files can still be repaired
+        count.add_failure("the records", str(error))
     if found.insufficient_redundancy is not None:
         try:
             ensure_record_redundancy(namespace, found.insufficient_redundancy)

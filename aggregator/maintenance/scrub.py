@@ -76,8 +76,8 @@ class ScrubReport:
     """The names of objects that no record names, by member."""
     lagging_paths: Sequence[str] = ()
     """The paths whose record differs between the members of its replica set."""
-    unreadable_paths: Sequence[str] = ()
-    """The paths whose record can't be read, so that the objects that they need are unknown."""
+    unreadable_paths: Mapping[str, str] = field(default_factory=dict)
+    """The reason for each path whose record can't be read, so that the objects that it needs are unknown."""
     missing_members: Mapping[str, StoreError] = field(default_factory=dict)
     """The members that do not answer, with the error of each."""
     unchecked_bytes: int = 0
@@ -108,12 +108,14 @@ class ScrubReport:
 
 
 def scrub_namespace(
-    namespace: Namespace, verify: bool = False, progress: ByteProgress = lambda _: None, grace_seconds: float | None = None
-) -> ScrubReport:
+    namespace: Namespace, verify: bool = False, progress: ByteProgress = lambda _: None, grace_seconds: float | None = None,
+    on_planned_bytes: ByteProgress = lambda _: None,
+) -> ScrubReport:  # fmt: skip
     """Compare the records and the objects of all members that answer, and return the report.
 
     verify: also let the members read and verify all fragments. progress: called with the number of bytes just verified.
     grace_seconds: the age from which objects that no record names are orphans.
+    on_planned_bytes: called with the number of bytes to be verified, before they are.
 
     Raises NotFound if the namespace does not exist, and Unavailable if so many members are missing that a record could be
     overlooked.
@@ -124,7 +126,7 @@ def scrub_namespace(
     objects: ObjectsByMember = {m: {name: nbytes for name, (nbytes, _) in names.items()} for m, names in ages.items()}
     read = read_all_records(namespace)
     missing_members = {**missing_members, **read.missing_members}
-    verified = _verify_objects(namespace, read.files, objects, progress) if verify else _Verification()
+    verified = _verify_objects(namespace, read.files, objects, progress, on_planned_bytes) if verify else _Verification()
     laid_out = {path: file for path, file in read.files.items() if file.layout is not None}
     damaged = _damaged_files(laid_out, objects, verified)
     if damaged:
@@ -246,8 +248,9 @@ class _Verification:
 
 
 def _verify_objects(
-    namespace: Namespace, files: Mapping[str, PathRecord], objects: ObjectsByMember, progress: ByteProgress
-) -> _Verification:
+    namespace: Namespace, files: Mapping[str, PathRecord], objects: ObjectsByMember, progress: ByteProgress,
+    on_planned_bytes: ByteProgress,
+) -> _Verification:  # fmt: skip
     """Let all members verify their fragments at once."""
     unchecked_bytes = 0
     checks: dict[str, list[_ObjectCheck]] = defaultdict(list)
@@ -257,6 +260,7 @@ def _verify_objects(
                 unchecked_bytes += check.nbytes
             elif check.name in objects[member]:
                 checks[member].append(check)
+    on_planned_bytes(sum(check.nbytes for each in checks.values() for check in each))
     calls = {member: partial(_verify_member, namespace, member, checks[member], progress) for member in checks}
     answers, errors = namespace.member_io.read_fan_out.ask(calls, _VERIFY_SECONDS)
     for member, error in errors.items():

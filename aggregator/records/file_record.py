@@ -310,5 +310,6 @@ def _decode_layout(redundancy: Sequence[int], objects: Sequence[Any], stripes: S
 
 def _unreadable_error(path: str, error: Exception) -> IntegrityError:
     return IntegrityError(
-        f"the record of {path} can't be read ({error}); install a newer ckpt-store, or if it is damaged write the file again"
+        f"the record of {path} can't be read ({error}); install a newer ckpt-store, or if it is damaged write the file under "
+        "another name"
     )

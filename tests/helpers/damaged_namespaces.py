@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
+
+import msgpack
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import scrub
 from ckpt.aggregator.placement.redundancy import parse_redundancy
 from ckpt.aggregator.records.file_record import FileLayout, PathRecord
+from ckpt.storage.registers.base import RegisterValue
 from ckpt.storage.testing import random_bytes
 from helpers.nodes import directories
 
@@ -58,3 +63,18 @@ def damage_fragment(layout: FileLayout, index: int, member: str, folder: Path) -
         first = file.read(1)
         file.seek(fragment.position)
         file.write(bytes([first[0] ^ 1]))
+
+
+def damage_record(folder: Path, path: str) -> None:
+    """Damage the record of a path on the member of this folder."""
+    with closing(sqlite3.connect(folder / "registers.sqlite")) as db, db:
+        assert db.execute("UPDATE registers SET head = x'00ff' WHERE name = ?", (f"/{path}",)).rowcount == 1
+
+
+def write_newer_record(namespace: Namespace, path: str) -> None:
+    """Replace the record of a path by one with another field, as a newer version would write."""
+    value = namespace.read_records([f"/{path}"])[f"/{path}"]
+    assert value is not None
+    newer = RegisterValue(msgpack.packb([*msgpack.unpackb(value.head), "a new field"]), value.body)
+    assert namespace.update_record(path, lambda _, current: newer if current == value else None) == newer
+    namespace.settle([f"/{path}"])

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import msgpack
 import pytest
+from helpers.damaged_namespaces import write_newer_record
 from helpers.races import FIRST, SECOND, Down, replace_registers
 from helpers.races import collect_orphans_at_once as collect_orphans_at_once
 from helpers.races import open_client as open_client
@@ -18,7 +18,6 @@ from ckpt.aggregator.maintenance.rebalance import drain_member
 from ckpt.aggregator.placement.redundancy import parse_redundancy
 from ckpt.storage.base.errors import AlreadyExists, Changed, InvalidName, NotFound, StoreError, Unavailable
 from ckpt.storage.base.failpoints import set_failpoints
-from ckpt.storage.registers.base import RegisterValue
 from ckpt.storage.testing import random_bytes
 
 
@@ -193,12 +192,9 @@ def test_a_scrub_deletes_no_objects_while_it_cannot_read_a_record(
     """The record is of a newer version, so the objects that it names are unknown: none counts as an orphan."""
     one = open_client()
     one.put("n", FIRST)
-    value = one.read_records(["/n"])["/n"]
-    assert value is not None
-    newer = RegisterValue(msgpack.packb([*msgpack.unpackb(value.head), "a new field"]), value.body)
-    one.update_record("n", lambda _, current: newer if current == value else None)
+    write_newer_record(one, "n")
     found = scrub.scrub_namespace(one)
-    assert found.unreadable_paths == ["n"]
+    assert list(found.unreadable_paths) == ["n"]
     assert not found.orphans
     assert not found.is_whole
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from helpers.etcd_server import EtcdProcess, needs_etcd
 from helpers.nodes import LocalNode, NodeProcess
 from helpers.processes import until
@@ -17,12 +19,14 @@ from helpers.whole_namespaces import require_whole
 from ckpt.aggregator.cluster.etcd import list_members
 from ckpt.aggregator.file_io.namespace import open_namespace
 from ckpt.aggregator.maintenance import scrub
+from ckpt.storage.base.errors import StoreError
 from ckpt.storage.testing import random_bytes
+from ckpt.tools.node import command
 
 
 def admin(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ckpt.tools.node", "admin", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    argv = [sys.executable, "-m", "ckpt.tools.node", "admin", *arguments]
+    return subprocess.run(argv, capture_output=True, text=True, check=False)
 
 
 def test_status_and_repair_commands_show_the_health_of_a_namespace(tmp_path: Path) -> None:
@@ -96,6 +100,39 @@ def test_a_scrub_names_each_member_with_damaged_objects_of_a_file_once(tmp_path:
     finally:
         for node in nodes:
             node.close()
+
+
+def test_a_scrub_and_a_repair_report_what_they_could_not_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member fails to read its objects, as a disk does for a moment. The progress bar knows the total."""
+    members = ", ".join(f'{{ url = "{tmp_path}/disk{i}", name = "disk{i}" }}' for i in range(2))
+    (tmp_path / "config.toml").write_text(f"[namespaces.lab]\nmembers = [{members}]\n")
+    for name, value in (("CKPT_CONFIG", str(tmp_path / "config.toml")), ("FORCE_COLOR", "1"), ("COLUMNS", "200")):
+        monkeypatch.setenv(name, value)
+    namespace, _ = open_namespace("ckpt://lab")  # the one that the commands use in this process
+    for i in range(2):
+        namespace.put(f"f{i}", random_bytes(100_000, i))
+    namespace.settle(["/f0", "/f1"])
+
+    def run(*arguments: str) -> tuple[int, str]:
+        done = CliRunner().invoke(command, ["admin", *arguments, "ckpt://lab"], standalone_mode=False)
+        assert done.exception is None, done.output
+        return done.return_value, done.output
+
+    for name in ("scrub", "repair"):
+        status, output = run(name)
+        assert status == 0, output
+        totals = {float(text) for text in re.findall(r"[\d.]+/([\d.]+) kB", output)}
+        assert max(totals, default=0) == 400, output
+
+    def fail(*_: object) -> None:
+        raise StoreError("the disk does not read")
+
+    monkeypatch.setattr(namespace.open_members["disk1"], "verify", fail)
+    for name, verdict in (("scrub", "200.0 kB could not be checked"), ("repair", "; not all whole yet")):
+        status, output = run(name)
+        assert (status, verdict in output) == (1, True), output
+    monkeypatch.undo()
+    namespace.close()
 
 
 def test_one_node_at_a_time_repairs_the_namespace(tmp_path: Path) -> None:

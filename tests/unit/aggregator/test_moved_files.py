@@ -12,7 +12,7 @@ from helpers.nodes import directories
 
 from ckpt.aggregator.file_io import layout_replacement
 from ckpt.aggregator.file_io.namespace import Namespace
-from ckpt.aggregator.maintenance import rebalance, repair, scrub
+from ckpt.aggregator.maintenance import all_records, rebalance, repair, scrub
 from ckpt.aggregator.records.file_record import MemberObject
 from ckpt.storage.base.errors import Unavailable
 from ckpt.storage.testing import random_bytes
@@ -211,7 +211,7 @@ def test_a_drain_moves_a_file_that_is_renamed_meanwhile(
     ):
         namespace.put("a", CONTENT)
         holder = holders(namespace)[0]
-        monkeypatch.setattr(rebalance, "BATCH_PATHS", 1)
+        monkeypatch.setattr(all_records, "BATCH_PATHS", 1)
         namespace.put("z", ADDED)
         number = 0
         while holder not in [o.member for o in large_file(namespace, "z").layout.objects]:  # type: ignore[union-attr]

@@ -7,11 +7,10 @@ import shutil
 import sqlite3
 import threading
 import time
-from contextlib import closing
 from pathlib import Path
 
 import pytest
-from helpers.damaged_namespaces import assert_whole, content, filled_namespace, large_file
+from helpers.damaged_namespaces import assert_whole, content, damage_record, filled_namespace, large_file
 from helpers.nodes import directories
 from helpers.registers import Flaky
 from helpers.whole_namespaces import require_whole
@@ -276,12 +275,6 @@ def test_a_file_that_changes_after_the_scrub_keeps_its_new_content(tmp_path: Pat
     monkeypatch.setattr(scrub, "GRACE_SECONDS", -10.0)
     require_whole(namespace, verify=True)  # and no other object is left
     namespace.close()
-
-
-def damage_record(folder: Path, path: str) -> None:
-    """Damage the record of a path on the member of this folder."""
-    with closing(sqlite3.connect(folder / "registers.sqlite")) as db, db:
-        assert db.execute("UPDATE registers SET head = x'00ff' WHERE name = ?", (f"/{path}",)).rowcount == 1
 
 
 @pytest.mark.parametrize("count", [1, 3])
