@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from ckpt.aggregator.file_io.fragment_reader import FragmentRange, FragmentReader
-from ckpt.aggregator.placement import erasure
+from ckpt.aggregator.file_io.verified_reconstruction import VerifiedReconstruction
 from ckpt.aggregator.records.file_record import Stripe
 from ckpt.storage.base.checksums import CELL_BYTES
 from ckpt.storage.base.errors import StoreError, Unavailable
@@ -17,12 +17,12 @@ def rebuild_ranges(
     fragments: FragmentReader, stripe: Stripe, length: int, ranges: Mapping[int, FragmentRange],
     got: Mapping[int, np.ndarray], failed: dict[int, StoreError],
 ) -> None:  # fmt: skip
-    """Rebuild ranges of fragments that could not be read, from the same range of any k other fragments.
+    """Rebuild ranges of fragments that could not be read, from the same range of any k other fragments, and verify them.
 
     length: of each fragment in bytes. ranges: all ranges that were to be read, by fragment number. got: the bytes of those
     that were read. failed: the error of each of the others.
 
-    Raises Unavailable, and IntegrityError if all fragments that can't be read are damaged.
+    Raises Unavailable, and IntegrityError if all fragments that can't be read are damaged, or the rebuilt bytes are wrong.
     """
     k = fragments.layout.redundancy.data_fragments
     missing = {number: ranges[number] for number in failed}
@@ -55,7 +55,13 @@ def rebuild_ranges(
         else:
             rebuilt[number] = fragments.member_io.scratch.take(end - begin)
             scratch.append(rebuilt[number])
-    erasure.erasure_code(k, fragments.layout.redundancy.parity_fragments).reconstruct(usable, rebuilt)
+
+    def read_one_more() -> dict[int, np.ndarray]:
+        more, _ = fragments.read_many(stripe, dict.fromkeys(untried[:1], (begin, end)), length, False)
+        scratch.extend(more.values())
+        return more
+
+    VerifiedReconstruction(fragments.file_name, fragments.layout, stripe, begin).fill(rebuilt, usable, read_one_more)
     for number, each in missing.items():
         if (each.begin, each.end) != (begin, end):
             np.copyto(np.frombuffer(each.target, np.uint8), rebuilt[number][each.begin - begin : each.end - begin])

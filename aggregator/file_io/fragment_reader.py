@@ -49,6 +49,11 @@ class FragmentReader:
         self._lock = threading.Lock()
         """Guards changes of `_readers`."""
 
+    @property
+    def file_name(self) -> str:
+        """The path and its namespace, for messages."""
+        return f"{self._path} in {self.member_io.url}"
+
     def close(self) -> None:
         """Close the objects that were opened."""
         with self._lock:
@@ -158,7 +163,7 @@ class FragmentReader:
         reasons = "; ".join(f"{self.member_of(stripe, i)}: {error}" for i, error in sorted(failed.items()))
         present_count = sum(f is not None for f in stripe.fragments)
         message = (
-            f"bytes {stripe.start} to {stripe.start + stripe.nbytes} of {self._path} in {self.member_io.url} can't be read: "
+            f"bytes {stripe.start} to {stripe.start + stripe.nbytes} of {self.file_name} can't be read: "
             f"{self.layout.redundancy.data_fragments} of {len(stripe.fragments)} fragments are needed, "
             f"{present_count - len(failed)} answer ({reasons})"
         )

@@ -14,13 +14,14 @@ from ckpt.aggregator.cluster.fanout import commit_or_abort, run_in_order
 from ckpt.aggregator.file_io.lost_fragments import LostFragments
 from ckpt.aggregator.file_io.member_io import MemberIO
 from ckpt.aggregator.file_io.object_names import new_version, object_name
-from ckpt.aggregator.placement import erasure
+from ckpt.aggregator.file_io.source_objects import SourceObjects
+from ckpt.aggregator.file_io.verified_reconstruction import VerifiedReconstruction
 from ckpt.aggregator.placement.rendezvous_hash import choose_members
 from ckpt.aggregator.records.file_record import FileLayout, Fragment, MemberObject, Stripe, drop_unused_objects, fragment_bytes
-from ckpt.storage.base.checksums import cell_checksums, find_bad_cells
+from ckpt.storage.base.checksums import cell_checksums
 from ckpt.storage.base.errors import IntegrityError, StoreError, Unavailable
 from ckpt.storage.base.failpoints import failpoint
-from ckpt.storage.base.store import ALIGNMENT, Reader, Writer
+from ckpt.storage.base.store import ALIGNMENT, Writer
 
 log = logging.getLogger("ckpt")
 
@@ -43,14 +44,13 @@ def rebuild_fragments(
 ) -> FileLayout:
     """Return the layout with the lost fragments in new objects on other members. The record is not changed.
 
-    Each fragment that is read is checked against its checksums, and each new copy against those of the other copies. A fragment
-    that an erasure code has computed gets the checksums of the computed bytes.
+    Each fragment that is read, copied or computed is checked against the checksums that the record has of it.
 
     progress: called with the number of bytes just written, from many threads. excluded: members that never take a new fragment.
     allow_partial: a fragment that no member takes keeps its old position, whether it is lost or its member is only down.
 
     Raises Unavailable if too few fragments are left, and, without `allow_partial`, if there are too few members; IntegrityError
-    if a new copy differs from the other copies.
+    if a new fragment differs from the lost one.
     """
     avoided = set(excluded)
     before = layout
@@ -130,7 +130,7 @@ def _rebuild_once(
     member_io = targets.member_io
     lost_bytes = sum(fragment_bytes(s.nbytes, layout.redundancy) * s.fragments.count(None) for s in layout.stripes)
     objects = _NewObjects(member_io, path, layout, lost_bytes // len(member_io.locations) // ALIGNMENT * ALIGNMENT)
-    sources = _SourceObjects(member_io)
+    sources = SourceObjects(member_io)
     stripes = list(layout.stripes)
 
     def rebuild(index: int) -> None:
@@ -158,9 +158,10 @@ def _rebuild_once(
             memory=memory,
         )
         fragments = list(stripe.fragments)
+        sums = {i: _fragment_checksums(path, previous, index, i, each) for i, each in data.items()}
         for i, member in new.items():
             if (location := objects.append(member, data[i])) is not None:
-                fragments[i] = Fragment(*location, _fragment_checksums(layout, stripe, data[i]))
+                fragments[i] = Fragment(*location, sums[i])
                 progress(len(data[i]))
         stripes[index] = replace(stripe, fragments=tuple(fragments))
         member_io.scratch.give_back(scratch)
@@ -278,50 +279,8 @@ def _assign_fragments(
     return assigned | dict(zip(rest, (t for t in targets if t not in old_fragments), strict=False))
 
 
-class _SourceObjects:
-    """The objects that are read, each opened once. Safe to use from many threads."""
-
-    def __init__(self, member_io: MemberIO) -> None:
-        self._member_io = member_io
-        self._lock = threading.Lock()
-        """Guards changes of `_readers`. It is held while an object is opened, so that each is opened once."""
-        self._readers: dict[MemberObject, Reader] = {}
-
-    def is_down(self, member_object: MemberObject) -> bool:
-        """Return whether the member of an object is down, so that a read of it may wait for the deadline."""
-        return self._member_io.fan_out.health.is_down(member_object.member)
-
-    def read(self, member_object: MemberObject, fragment: Fragment, data: np.ndarray) -> None:
-        """Fill `data` with a fragment, and verify it. Raises StoreError, and IntegrityError if it is damaged.
-
-        A member that does not answer counts as down.
-        """
-        try:
-            self._read(member_object, fragment, data)
-        except Unavailable as error:
-            self._member_io.fan_out.health.record_failure(member_object.member, error)
-            raise
-
-    def _read(self, member_object: MemberObject, fragment: Fragment, data: np.ndarray) -> None:
-        open_member = self._member_io.open_members.get(member_object.member)
-        if open_member is None:
-            raise StoreError("it is not a member any more")
-        with self._lock:
-            reader = self._readers.get(member_object)
-            if reader is None:
-                reader = self._readers[member_object] = open_member.store.open(member_object.name)
-        if reader.read_into(fragment.position, data.data) < len(data):
-            raise IntegrityError(f"{member_object.name} is truncated")
-        if find_bad_cells(data.data, fragment.cell_checksums):
-            raise IntegrityError(f"{member_object.name} is damaged")
-
-    def close(self) -> None:
-        for reader in self._readers.values():
-            reader.close()
-
-
 def _make_missing_fragments(
-    sources: _SourceObjects,
+    sources: SourceObjects,
     path: str,
     layout: FileLayout,
     stripe: Stripe,
@@ -353,16 +312,26 @@ def _make_missing_fragments(
     if not missing:
         return moved
     usable = dict(list(moved.items())[: redundancy.data_fragments])
+    rebuilt = {i: memory.pop()[:length] for i in missing}
     reasons = []
-    for i, fragment in sorted(enumerate(stripe.fragments), key=lambda each: each[0] not in answering):
-        if fragment is None or i in usable or len(usable) == redundancy.data_fragments:
-            continue
-        member_object = layout.objects[fragment.object_index]
-        try:
-            sources.read(member_object, fragment, memory[-1][:length])
-            usable[i] = memory.pop()[:length]
-        except (StoreError, IntegrityError) as error:
-            reasons.append(f"{member_object.member}: {error}")
+    others = [(i, f) for i, f in enumerate(stripe.fragments) if f is not None]
+    unread = iter(sorted(others, key=lambda each: each[0] not in answering))
+
+    def read_others(count: int) -> dict[int, np.ndarray]:
+        """Return up to `count` of the fragments that were not read yet."""
+        found: dict[int, np.ndarray] = {}
+        while len(found) < count and (each := next(unread, None)) is not None:
+            number, fragment = each
+            data = memory.pop() if memory else np.empty(length, np.uint8)
+            try:
+                sources.read(objects[fragment.object_index], fragment, data[:length])
+                found[number] = data[:length]
+            except (StoreError, IntegrityError) as error:
+                reasons.append(f"{objects[fragment.object_index].member}: {error}")
+                memory.append(data)
+        return found
+
+    usable |= read_others(redundancy.data_fragments - len(usable))
     if len(usable) < redundancy.data_fragments:
         raise Unavailable(
             f"bytes {stripe.start} to {stripe.start + stripe.nbytes} of {path} can't be rebuilt: {len(usable)} fragments of "
@@ -372,16 +341,24 @@ def _make_missing_fragments(
     if redundancy.data_fragments == 1:
         copy = next(iter(usable.values()))
         return moved | dict.fromkeys(missing, copy)
-    rebuilt = {i: memory.pop()[:length] for i in missing}
-    erasure.erasure_code(redundancy.data_fragments, redundancy.parity_fragments).reconstruct(usable, rebuilt)
+    reconstruction = VerifiedReconstruction(f"{path} in {sources.url}", previous, previous.stripes[index], 0)
+    reconstruction.fill(rebuilt, usable, lambda: read_others(1))
     return moved | rebuilt
 
 
-def _fragment_checksums(layout: FileLayout, stripe: Stripe, data: np.ndarray) -> bytes:
-    """Return the checksums of a rebuilt fragment. Raises IntegrityError if a copy differs from the other copies."""
-    computed = cell_checksums(data.data)
-    if layout.redundancy.data_fragments == 1:
-        previous = next((f.cell_checksums for f in stripe.fragments if f is not None), computed)
-        if previous != computed:
-            raise IntegrityError("a rebuilt copy differs from the other copies; run the repair again")
+def _fragment_checksums(path: str, previous: FileLayout, index: int, number: int, data: np.ndarray) -> bytes:
+    """Return the checksums of a new fragment.
+
+    previous: the layout before fragments were lost. Raises IntegrityError if they differ from those of the previous fragment
+    or of another copy.
+    """
+    computed, fragments = cell_checksums(data.data), previous.stripes[index].fragments
+    compared = fragments if previous.redundancy.data_fragments == 1 else fragments[number : number + 1]
+    for fragment in compared:
+        if fragment is not None and fragment.cell_checksums != computed:
+            member = previous.objects[fragment.object_index].member
+            raise IntegrityError(
+                f"{path}: a new fragment {number} differs from the one on {member}; the memory of this host may be faulty: try "
+                "again on another host"
+            )
     return computed

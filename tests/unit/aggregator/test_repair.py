@@ -139,7 +139,7 @@ def test_a_repair_reads_nothing_for_a_full_member(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(namespace.open_members["disk0"].store, "create", full)
     namespace.put("a", random_bytes(20_000_000, 1))
     found = scrub.scrub_namespace(namespace)
-    monkeypatch.setattr("ckpt.aggregator.file_io.rebuild._SourceObjects.read", lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr("ckpt.aggregator.file_io.source_objects.SourceObjects.read", lambda *_: pytest.fail("it was read"))
     done = repair.repair_namespace(namespace, found)
     assert list(done.failed) == ["a"]
     assert done.nbytes == 0
