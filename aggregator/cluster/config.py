@@ -39,6 +39,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from ckpt.aggregator.cluster import etcd_access
+from ckpt.aggregator.cluster.config_values import number_or_nan, require_string
 from ckpt.aggregator.cluster.etcd_access import EtcdCredentials
 from ckpt.aggregator.placement.redundancy import Redundancy, parse_redundancy
 from ckpt.aggregator.placement.rendezvous_hash import MAX_WEIGHT, MemberLocation
@@ -238,8 +239,9 @@ def config_from_table(name: str, table: Mapping[str, Any], source: str) -> Names
         else:
             members = tuple(_parse_member(source, m if isinstance(m, dict) else {"url": m}) for m in members_value)
             default_redundancy = _default_redundancy(len(members))
-        redundancy = parse_redundancy(table["redundancy"]) if "redundancy" in table else default_redundancy
-        host_domain = _parse_domain(table.get("near", ""))
+        has_redundancy = "redundancy" in table
+        redundancy = parse_redundancy(require_string(table, "redundancy", source)) if has_redundancy else default_redundancy
+        host_domain = _parse_domain(table, "near", source)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, InvalidArgument):
             raise
@@ -278,15 +280,17 @@ def _default_redundancy(members: int) -> Redundancy:
 def _parse_member(source: str, table: Mapping[str, Any]) -> Member:
     if unknown := set(table).difference(_MEMBER_KEYS):
         raise InvalidArgument(f"{source}: unknown key {sorted(unknown)[0]!r} of a member; use {', '.join(_MEMBER_KEYS)}")
-    url = str(table["url"])
-    weight = float(table.get("weight", 1.0))
+    url, given = require_string(table, "url", source), table.get("weight", 1.0)
+    weight = number_or_nan(given)
     if not 0 <= weight < MAX_WEIGHT:
-        raise InvalidArgument(f"{source}: the weight of {url} is {weight}; it must be from 0 to below {MAX_WEIGHT:g}")
-    name, domain = str(table.get("name", url)), _parse_domain(table.get("domain", ""))
+        raise InvalidArgument(f"{source}: the weight of {url} is {given!r}; it must be from 0 to below {MAX_WEIGHT:g}")
     address = url.removeprefix("node://")
-    if ADDRESS_PATTERN.fullmatch(address):
+    is_node = ADDRESS_PATTERN.fullmatch(address) is not None
+    name = require_string(table, "name", source, address if is_node else url)
+    domain = _parse_domain(table, "domain", source)
+    if is_node:
         require_valid_port(address, source)
-        return Member(MemberLocation(table.get("name", address), domain, weight), address=address)
+        return Member(MemberLocation(name, domain, weight), address=address)
     if url.partition("://")[0] in OBJECT_SCHEMES:
         return Member(MemberLocation(name, domain, weight), bucket=url)
     folder = url.removeprefix("file://") if url.startswith("file:///") else url
@@ -338,8 +342,8 @@ def _announced_members(source: str, url: str, credentials: EtcdCredentials) -> t
     return _last_announced[url]
 
 
-def _parse_domain(text: str) -> tuple[str, ...]:
-    return tuple(part for part in text.split("/") if part)
+def _parse_domain(table: Mapping[str, Any], key: str, source: str) -> tuple[str, ...]:
+    return tuple(part for part in require_string(table, key, source, "").split("/") if part)
 
 
 def _with_credentials(config: NamespaceConfig, table: Mapping[str, Any], source: str) -> NamespaceConfig:
@@ -352,25 +356,23 @@ def credentials_from_environment() -> NodeCredentials:
 
 
 def _parse_credentials(table: Mapping[str, Any], source: str) -> NodeCredentials:
-    file = table.get("token_file")
-    token = _read_token(file, f"{source}: token_file") if file else token_from_environment()
-    ca = table.get("ca_file") or os.environ.get(VARIABLES.authority)
-    ca_name = f"{source}: ca_file" if table.get("ca_file") else VARIABLES.authority
+    file, ca = table.get("token_file", ""), table.get("ca_file", "")
+    token = token_from_environment() if file == "" else _read_token(file, f"{source}: token_file")
+    ca_name = f"{source}: ca_file"
+    if ca == "":
+        ca, ca_name = os.environ.get(VARIABLES.authority, ""), VARIABLES.authority
     certificate = None
     if "cert_file" in table or "key_file" in table:
         chain, key = (_read_file(table.get(name, ""), f"{source}: {name}") for name in ("cert_file", "key_file"))
         certificate = (chain, key)
     given = table.get("deadline_seconds", NodeCredentials().deadline_seconds)
-    try:
-        seconds = float(given)
-    except (TypeError, ValueError):
-        seconds = 0.0
+    seconds = number_or_nan(given)
     if not 0 < seconds < 1e6:
         raise InvalidArgument(f"{source}: deadline_seconds is {given!r}; it must be a number of seconds, such as 10.0")
     insecure = table.get("insecure", is_insecure_allowed())
     if not isinstance(insecure, bool):
         raise InvalidArgument(f"{source}: insecure is {insecure!r}; write true or false")
-    return NodeCredentials(token, _read_file(ca, ca_name) if ca else None, certificate, seconds, insecure)
+    return NodeCredentials(token, None if ca == "" else _read_file(ca, ca_name), certificate, seconds, insecure)
 
 
 def token_from_environment() -> str | None:

@@ -97,13 +97,16 @@ class MemberHealth:
             if backoff is None or time.monotonic() < backoff[0]:
                 return backoff is not None
             self._backoffs[name] = (time.monotonic() + _PROBE_SECONDS, backoff[1])  # one probe at a time
-        try_start(threading.Thread(target=self._run_probe, args=(name, self._probe), name="ckpt-probe", daemon=True))
+        thread = threading.Thread(target=self._run_probe, args=(name, self._probe), name="ckpt-probe", daemon=True)
+        if not try_start(thread):
+            with self._lock:
+                self._back_off(name)
         return True
 
     def _run_probe(self, name: str, probe: Callable[[str], object]) -> None:
         try:
             probe(name)
-        except CkptError:
+        except Exception:  # also an OSError or a lack of memory: the next probe begins after the pause
             with self._lock:
                 self._back_off(name)
         else:

@@ -70,7 +70,8 @@ class Membership:
 
         Raises Unavailable if more members do not answer than may be lost.
         """
-        calls = {name: partial(registers.scan, record_ring.RING_PREFIX) for name, registers in self._member_registers.items()}
+        # Another thread may add to `_member_registers` meanwhile. `open_members` is only replaced as a whole.
+        calls = {name: partial(each.registers.scan, record_ring.RING_PREFIX) for name, each in self.open_members.items()}
         answers, errors = self.fan_out.ask(calls, seconds)
         if len(errors) > self.config.redundancy.tolerated_losses:
             reasons = "; ".join(f"{name}: {error}" for name, error in errors.items())

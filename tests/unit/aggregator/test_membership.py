@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from helpers.whole_namespaces import require_whole
 from ckpt.aggregator.cluster.config import config_from_table
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import rebalance, repair, scrub
+from ckpt.aggregator.placement.rendezvous_hash import MemberLocation
 from ckpt.aggregator.records.file_record import PathRecord
 from ckpt.aggregator.records.ring_change import change_ring, complete_ring_change
 from ckpt.storage.base.errors import CkptError, InvalidArgument, NotFound, StoreError, Unavailable
@@ -57,6 +59,33 @@ def test_reads_of_an_empty_namespace_create_nothing(tmp_path: Path) -> None:
     assert not namespace.exists()
     namespace.put("a", b"1")
     assert namespace.exists()
+
+
+def test_a_thread_that_opens_a_member_of_a_new_ring_does_not_disturb_the_others(tmp_path: Path) -> None:
+    """One thread asks all members. Another one finds a ring with more members between two of these calls."""
+    namespace = of_disks(tmp_path, 0, 1, 2)
+    namespace.put("a", b"x")
+    ring = replace(namespace.ring, members=(*namespace.ring.members, MemberLocation("127.0.0.1:1")))
+
+    class FindingRegisters:
+        """Registers of a member. When they are first used, another thread opens the member that the new ring adds."""
+
+        def __init__(self, inner: Registers) -> None:
+            self._inner = inner
+
+        @property
+        def scan(self) -> Callable[[str], object]:
+            thread = threading.Thread(target=namespace._open_ring_members, args=(ring,))
+            thread.start()
+            thread.join(600)
+            return self._inner.scan
+
+    first = next(iter(namespace.open_members))
+    registers: Any = FindingRegisters(namespace.open_members[first].registers)
+    namespace.open_members[first].registers = namespace._member_registers[first] = registers
+    assert namespace.answers(600)
+    assert "127.0.0.1:1" in namespace.open_members
+    namespace.close()
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)])

@@ -99,6 +99,42 @@ def test_a_wrong_configuration_file_is_refused_and_named(
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("members = [{ url = 'h:1', name = 5 }]", "name is 5; write a string in quotes"),
+        ("members = [{ url = '/mnt/a', name = 5 }]", "name is 5; write a string in quotes"),
+        ("members = [{ url = 's3://b/a', name = true }]", "name is True; write a string in quotes"),
+        ("members = [{ url = 5 }]", "url is 5; write a string in quotes"),
+        ("members = [{ name = 'disk0' }]", "url is missing; write a string in quotes"),
+        ("members = [5]", "url is 5; write a string in quotes"),
+        ("members = [{ url = 'h:1', domain = 5 }]", "domain is 5; write a string in quotes"),
+        ("members = [{ url = 'h:1', domain = ['r', 'h'] }]", "domain is ['r', 'h']; write a string in quotes"),
+        ("members = [{ url = 'h:1', weight = true }]", "the weight of h:1 is True; it must be from 0 to below 1e+09"),
+        ("members = [{ url = 'h:1', weight = 'heavy' }]", "the weight of h:1 is 'heavy'; it must be from 0 to below 1e+09"),
+        ("members = ['h:1']\nredundancy = 2", "redundancy is 2; write a string in quotes"),
+        ("members = ['h:1']\nnear = 1", "near is 1; write a string in quotes"),
+        ("members = ['h:1']\nnear = []", "near is []; write a string in quotes"),
+        (
+            "members = ['h:1']\ndeadline_seconds = true",
+            "deadline_seconds is True; it must be a number of seconds, such as 10.0",
+        ),
+        ("members = ['h:1']\ntoken_file = false", "token_file False can't be read: write the path of a file as a string"),
+        ("members = ['h:1']\nca_file = 0", "ca_file 0 can't be read: write the path of a file as a string"),
+        ("members = ['h:1']\nca_file = []", "ca_file [] can't be read: write the path of a file as a string"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: str, message: str
+) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(f"[namespaces.lab]\n{entry}\n")
+    monkeypatch.setenv("CKPT_CONFIG", str(file))
+    with pytest.raises(InvalidArgument) as refused:
+        config.parse_namespace_url("ckpt://lab/x")
+    assert str(refused.value) == f"{file}, [namespaces.lab]: {message}"
+
+
 def test_a_token_file_that_is_not_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "token").write_bytes(b"\xff" * 32)
     for entry in (f"token_file = '{tmp_path}/token'", "token_file = 3", "ca_file = ['a']", "cert_file = 1.5"):
