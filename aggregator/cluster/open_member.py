@@ -38,7 +38,7 @@ class OpenMember:
             self.store = self._device.store
         else:
             assert member.folder is not None
-            self._device = Device(member.folder)
+            self._device = Device(member.folder, needs_parent=True)
             self.store = self._device.store
         self.registers = self._device.registers
 

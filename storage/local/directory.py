@@ -237,12 +237,15 @@ class LocalStore(Store):
             os.close(fd)
         return path, temporary
 
+    def _make_root(self) -> None:
+        make_durable_root(self.root)
+
     def _make_folder(self, path: str) -> list[str]:
         """Create a folder and its parents. Return those below the root that may not be durable yet, the parents first."""
         unsynced = []
         while not (path in self._durable_folders and os.path.isdir(path)):
             if path == self.root:
-                make_durable_root(path)
+                self._make_root()
                 self._durable_folders.add(path)
                 break
             unsynced.append(path)

@@ -10,12 +10,12 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.storage.base.errors import AlreadyExists, InvalidName, StoreError
+from ckpt.storage.base.errors import AlreadyExists, InvalidName, StoreError, Unavailable
 from ckpt.storage.base.fd_io import convert_os_errors, describe_os_error
 from ckpt.storage.base.fsync import make_durable_root, sync_folder, sync_nearest_folder
 from ckpt.storage.local.directory import LocalStore
@@ -54,10 +54,14 @@ class MemberInfo:
 
 
 class DeviceStore(LocalStore):
-    """The objects of a device. A name that leads out of its folder through a symbolic link is refused."""
+    """The objects of a device. A name that leads out of its folder through a symbolic link is refused.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    make_folder: creates the folder of the objects durably.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], make_folder: Callable[[str], None] = make_durable_root) -> None:
         super().__init__(path)
+        self._make_device_folder = make_folder
         self._real_root = os.path.realpath(self.root)
         self._used_bytes = 0
         self._counted_at: float | None = None  # time.monotonic() of the last count
@@ -69,6 +73,9 @@ class DeviceStore(LocalStore):
         """Count the used bytes once, since no other process writes to the folder from now on."""
         self._is_exclusive = True
         self.used_bytes()
+
+    def _make_root(self) -> None:
+        self._make_device_folder(self.root)
 
     def create(self, name: str, size_hint: int = 0) -> LocalWriter:
         writer = super().create(name, size_hint)
@@ -172,13 +179,15 @@ def _file_bytes(path: str) -> int:
 class Device:
     """One folder on one disk: objects, registers, and an identity that is chosen at first use.
 
-    capacity: the most bytes of objects; None is no limit but the disk.
+    capacity: the most bytes of objects; None is no limit but the disk. needs_parent: whether the parent of the folder must
+    exist, so that a typing error in the path, or a disk that is not mounted, is no empty device.
     """
 
-    def __init__(self, path: str | os.PathLike[str], capacity: int | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], capacity: int | None = None, needs_parent: bool = False) -> None:
         self.path = os.path.abspath(os.path.expanduser(path))
-        self.store = DeviceStore(os.path.join(self.path, OBJECTS))
-        self.registers = SqliteRegisters(os.path.join(self.path, REGISTERS))
+        self.store = DeviceStore(os.path.join(self.path, OBJECTS), self._make_folder)
+        self.registers = SqliteRegisters(os.path.join(self.path, REGISTERS), self._make_folder)
+        self._needs_parent = needs_parent
         self._capacity_bytes = capacity
         self._lock_fd: int | None = None
 
@@ -187,16 +196,31 @@ class Device:
         """Whether the device has a capacity, which may be less than the disk."""
         return self._capacity_bytes is not None
 
+    def _make_folder(self, folder: str) -> None:
+        """Create the folder of this device, or one in it, durably."""
+        self._require_parent()
+        make_durable_root(folder)
+
+    def _require_parent(self) -> None:
+        """Raise Unavailable if neither the folder of this device nor its parent exists, where the parent must exist."""
+        parent = os.path.dirname(self.path)
+        if self._needs_parent and not os.path.isdir(self.path) and not os.path.isdir(parent):
+            raise Unavailable(
+                f"neither {self.path} nor the folder {parent} exists; mount the disk, create the folder, or correct the path"
+            )
+
     def identity(self) -> str:
         """Return the permanent identity of this device; a new disk mounted at the same path has another one.
 
-        Raises StoreError if its file is damaged or can't be read.
+        Raises StoreError if its file is damaged or can't be read, and Unavailable if the parent of this folder is needed and
+        missing.
         """
         folder = LocalStore(self.path)
         try:
             with open(os.path.join(self.path, IDENTITY), "rb") as file:
                 return str(json.load(file)["id"])
         except FileNotFoundError:
+            self._require_parent()
             try:
                 folder.put_new(IDENTITY, json.dumps({"id": secrets.token_hex(16), "format": 1}).encode())
             except AlreadyExists:
@@ -233,7 +257,11 @@ class Device:
         return read_all_parts(self.inventory_part)
 
     def inventory_part(self, after: str = "", seconds: float = PART_SECONDS) -> InventoryPart:
-        """Return the objects of the folders after `after` that can be listed in about `seconds`."""
+        """Return the objects of the folders after `after` that can be listed in about `seconds`.
+
+        Raises StoreError if a folder can't be listed, and Unavailable if the parent of this folder is needed and missing.
+        """
+        self._require_parent()
         return read_inventory_part(self.store.list_folders(), after, seconds, self._inventory_of)
 
     def _inventory_of(self, folder: str) -> Inventory:
@@ -253,7 +281,7 @@ class Device:
         Raises StoreError if it can't be moved.
         """
         target = os.path.join(self.path, QUARANTINE, f"{name.replace('/', '_')}-{secrets.token_hex(4)}")
-        make_durable_root(os.path.dirname(target))
+        self._make_folder(os.path.dirname(target))
         try:
             self.store.move_out(name, target)
         except FileNotFoundError:

@@ -119,7 +119,8 @@ def node_processes(folder: Path, count: int) -> Iterator[list[NodeProcess]]:
 
 
 def directories(folder: Path, count: int, **table: Any) -> NamespaceConfig:
-    """Return the configuration of a namespace on this number of directories."""
+    """Return the configuration of a namespace on this number of directories, whose parent is created."""
+    folder.mkdir(parents=True, exist_ok=True)
     members = [{"url": str(folder / f"disk{i}"), "name": f"disk{i}"} for i in range(count)]
     return config_from_table("test", {"members": members, **table}, "the test")
 

@@ -34,6 +34,7 @@ DATA = random_bytes(70_000)
 
 def of_disks(folder: Path, *numbers: int, **table: Any) -> Namespace:
     """Return a namespace of the directories with these numbers."""
+    folder.mkdir(exist_ok=True)
     members = [{"url": str(folder / f"disk{i}"), "name": f"disk{i}"} for i in numbers]
     return Namespace(config_from_table("test", {"members": members, "deadline_seconds": 2.0, **table}, "the test"))
 
