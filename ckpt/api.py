@@ -79,7 +79,7 @@ def save(
         PaddlePaddle and MindSpore, plain values, and objects with state_dict() and load_state_dict().
     url: a path, a URL or a `Store`. None, in every function of this library, means the URL in the environment variable
         CKPT_DIR, which `ckpt-run --dir` sets.
-    step: the number of the step, 0 or more. None means the number after the newest step.
+    step: the number of the step, 0 or more. None means the number after the newest step, and after running saves.
     blocking: True returns the checkpoint when the step is durable and committed. False returns a handle when the state has been
         copied and may change. `handle.result()` then waits for the commit. If the save fails and the caller has not seen its
         error, the next save to the same URL raises SaveFailed.

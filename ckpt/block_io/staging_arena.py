@@ -200,18 +200,3 @@ class ArenaPool:
 
 
 pool = ArenaPool()
-
-
-def available_memory() -> int:
-    """Return the bytes that this host can allocate without swapping; 8 GiB if the system does not report it.
-
-    The memory limit of a container or a batch job does not count: Linux reports the memory of the host.
-    """
-    try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) << 10
-    except OSError:
-        pass
-    return 8 << 30

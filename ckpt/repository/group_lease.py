@@ -70,6 +70,10 @@ class GroupLease:
         """Return a new attempt of this group at a step. No sweep deletes its files before it ends."""
         return self.writer.begin_attempt(step, self._group_attempts if self.size > 1 else self._own_attempts)
 
+    def begin_next_attempt(self) -> Attempt:
+        """Return a new attempt of a process alone at the step of `WriterLease.next_step`."""
+        return self.writer.begin_next_attempt(self._own_attempts)
+
     def begin_own_attempt(self, step: int) -> Attempt:
         """Return a new attempt of this process alone, which the other ranks do not count."""
         return self.writer.begin_attempt(step, self._own_attempts)

@@ -17,8 +17,8 @@ import functools
 import itertools
 import logging
 import threading
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
 from ckpt.errors import Fenced, RepositoryBusy
@@ -124,7 +124,10 @@ class WriterLease:
         """The pinned packs of each attempt that has not ended, by its name."""
         self._active_steps: dict[str, int] = {}
         """The step of each of these attempts."""
-        self._unsettled_attempts: set[str] = set()
+        self._unsettled_attempts: dict[str, int] = {}
+        """The step of each attempt whose publication may still take effect, by its name."""
+        self._watched_steps: list[list[int]] = []
+        """Lists to which each attempt that begins adds its step, see `_watch_steps`."""
         self._user_count = 0
         self._last_group_number = 0
         self._has_ranks = False
@@ -168,11 +171,47 @@ class WriterLease:
         """Return a new attempt at a step. No sweep deletes its files before `end_attempt`."""
         self._require_own_process()
         with self._lock:
-            key = step, series.group
-            number = self._attempt_counts[key] = self._attempt_counts.get(key, series.first_number - 1) + 1
-            name = f"{series.rank}-{self.generation}-{series.first_serial + next(self._serials)}"
-            self._active_attempts[name], self._active_steps[name] = frozenset(), step
-            return Attempt(name, series.rank, self.generation, step, number)
+            return self._begin_attempt(step, series)
+
+    def begin_next_attempt(self, series: AttemptSeries) -> Attempt:
+        """Return a new attempt at the step of `next_step`, which no other attempt has got meanwhile."""
+        self._require_own_process()
+        with self._watch_steps() as steps:
+            newest = self.repo.newest()[1]
+            with self._lock:
+                return self._begin_attempt(max(newest, *steps) + 1, series)
+
+    def next_step(self) -> int:
+        """Return the number after the newest committed step and after the steps of all attempts that may still be committed."""
+        with self._watch_steps() as steps:
+            newest = self.repo.newest()[1]
+            with self._lock:
+                return max(newest, *steps) + 1
+
+    def _begin_attempt(self, step: int, series: AttemptSeries) -> Attempt:
+        """Needs `_lock`."""
+        key = step, series.group
+        number = self._attempt_counts[key] = self._attempt_counts.get(key, series.first_number - 1) + 1
+        name = f"{series.rank}-{self.generation}-{series.first_serial + next(self._serials)}"
+        self._active_attempts[name], self._active_steps[name] = frozenset(), step
+        for steps in self._watched_steps:
+            steps.append(step)
+        return Attempt(name, series.rank, self.generation, step, number)
+
+    @contextmanager
+    def _watch_steps(self) -> Iterator[list[int]]:
+        """A context with -1 and the steps of the attempts that may still be committed, to which those that begin are added.
+
+        An attempt may begin and end while the committed steps are listed, and then be in no list but this one.
+        """
+        with self._lock:
+            steps = [-1, *self._active_steps.values(), *self._unsettled_attempts.values()]
+            self._watched_steps = [*self._watched_steps, steps]
+        try:
+            yield steps
+        finally:
+            with self._lock:
+                self._watched_steps = [other for other in self._watched_steps if other is not steps]
 
     def pin_packs(self, attempt: Attempt, packs: Iterable[str]) -> None:
         """Protect the packs of earlier steps to which the attempt may refer from sweeps, until `end_attempt`."""
@@ -198,12 +237,12 @@ class WriterLease:
     def begin_publication(self, attempt: Attempt) -> None:
         """Record that the attempt may be committed from now on, also after an error, until `settle`."""
         with self._lock:
-            self._unsettled_attempts.add(attempt.name)
+            self._unsettled_attempts[attempt.name] = attempt.step
 
     def settle(self, attempt: Attempt) -> None:
         """Record that the attempt is committed, or that nothing can commit it any more."""
         with self._lock:
-            self._unsettled_attempts.discard(attempt.name)
+            self._unsettled_attempts.pop(attempt.name, None)
 
     def unsettled_attempts(self) -> frozenset[str]:
         """Return the names of the attempts whose publication has begun, and may still take effect."""

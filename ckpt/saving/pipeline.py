@@ -37,19 +37,17 @@ def save(session: Session, state: Any, step: int | None, options: Options, block
     that one call later, and so on.
 
     state: the state, or one that `flatten_state` returned.
-    step: its number; None for the number after the newest step.
+    step: its number; None for the next one (`Session.next_step`).
     blocking: whether to wait for the commit. If not, deferred blocks are staged after the return.
 
     Raises SaveFailed if an earlier save in the background failed, and the errors of `ckpt.save`.
     """
-    if step is None:
-        step = session.next_step()
+    attempt = session.begin_attempt(step)
     lease = session.group_lease
-    handle = SaveHandle(step, lambda: lease.progress_count)
-    attempt = lease.begin_attempt(step)
+    handle = SaveHandle(attempt.step, lambda: lease.progress_count)
     failed: SaveFailed | None = None
     try:
-        session.note_save_began(step)
+        session.note_save_began(attempt.step)
         try:
             session.raise_failed()
         except SaveFailed as error:

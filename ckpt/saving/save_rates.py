@@ -123,7 +123,7 @@ class SaveTimer:
         """Return the rates after this save; the same where it says nothing about them."""
         with self._lock:
             encoded, total = self._raw_bytes[True], self._raw_bytes[True] + self._raw_bytes[False]
-            if self._working.seconds < MIN_MEASURED_SECONDS or self._raw_bytes[None] > _FEW * total:
+            if not total or self._working.seconds < MIN_MEASURED_SECONDS or self._raw_bytes[None] > _FEW * total:
                 return rates
             has_encoded = encoded >= _FEW * total
             if has_encoded and not self._could_encode_all and encoded < _MOST * total:

@@ -29,14 +29,9 @@ class SessionStart:
     lease: GroupLease
     next_step: int | None = None
     """The next step number on which a group has agreed, because its ranks see a commit at different times. None without a
-    group: the number after the newest step."""
+    group: `WriterLease.next_step`."""
     rank_0_requested_step: RequestedStep = ()
     """The first step that rank 0 of a group was asked to save."""
-
-
-def next_step_number(repo: Repository) -> int:
-    """Return the number after the newest committed step."""
-    return repo.newest()[1] + 1
 
 
 def start_alone(
@@ -88,7 +83,7 @@ def start_in_group(
             lease = acquire_group_lease(repo, group.size, serials)
             lease.writer.sweep_temporaries_once()  # before any rank of this generation writes
         announcement = {"generation": lease.writer.generation, "lane": lease.number, "token": lease.writer.token}
-        announcement |= {"next": next_step_number(repo), "asked": requested_step}
+        announcement |= {"next": lease.writer.next_step(), "asked": requested_step}
     except BaseException as error:
         if lease is not None:
             lease.release()

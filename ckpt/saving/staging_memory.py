@@ -6,13 +6,14 @@ import threading
 from typing import Any
 
 from ckpt.block_io import staging_arena
-from ckpt.block_io.staging_arena import Arena, Region, available_memory, round_up
+from ckpt.block_io.staging_arena import Arena, Region, round_up
 from ckpt.errors import MORE_MEMORY_ADVICE, StagingFailed
 from ckpt.format.limits import BLOCK_BYTES
 from ckpt.groups.base import Group
 from ckpt.saving.options import Options
 from ckpt.saving.save_plan import SavePlan, cuda_device_of, flatten_state, planned_bytes
 from ckpt.storage.base.errors import first_line
+from ckpt.support.available_memory import available_memory
 
 _MIN_ARENA_BYTES = 32 << 20
 """The smallest arena of a blocking save, unless the state or `memory` is smaller. Above it, the arena has at most a quarter of

@@ -25,7 +25,7 @@ from ckpt.repository.writer_lease import Attempt
 from ckpt.saving.dedup import StepBlocks, without_packs
 from ckpt.saving.lineage import Lineage
 from ckpt.saving.previous_steps import CommittedFiles, PreviousSteps
-from ckpt.saving.session_start import RequestedStep, SessionStart, next_step_number
+from ckpt.saving.session_start import RequestedStep, SessionStart
 from ckpt.saving.step_drift import DriftDetector
 from ckpt.storage.base.errors import InvalidArgument
 
@@ -75,10 +75,17 @@ class Session:
             )
 
     def next_step(self) -> int:
-        """Return the number after the newest step, the same on all ranks."""
-        if self._next_step is None:
-            return next_step_number(self.repo)
-        return self._next_step
+        """Return the number after the newest step and after all saves that have not ended, the same on all ranks."""
+        return self.writer_lease.next_step() if self._next_step is None else self._next_step
+
+    def begin_attempt(self, step: int | None) -> Attempt:
+        """Return a new attempt at a step. Without a group, two saves that begin at once never get the same next step.
+
+        step: None for the next step.
+        """
+        if step is None and self._next_step is None:
+            return self.group_lease.begin_next_attempt()
+        return self.group_lease.begin_attempt(self.next_step() if step is None else step)
 
     def take_rank_0_requested_step(self) -> RequestedStep:
         """Return the step that rank 0 was asked to save when the session began; after the first call, an empty tuple."""

@@ -9,13 +9,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ckpt.block_io.staging_arena import available_memory
 from ckpt.repository.repository import Repository, Url, open_repository
 from ckpt.repository.retention import Keep, as_keep
 from ckpt.storage.base.errors import InvalidArgument
 from ckpt.storage.base.store import Store
 from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.local.shared_memory import MemoryStore
+from ckpt.support.available_memory import available_memory
 from ckpt.support.validation import checked_bytes, checked_every
 from ckpt.tiers.memory_folder import MEMORY_VARIABLE, own_memory_folder
 from ckpt.training.save_interval import Every
@@ -124,7 +124,7 @@ def capacity_bytes(tier: Tier, repo: Repository) -> int | None:
 
 
 def _free_bytes(folder: str) -> int:
-    """Return the free bytes of host memory: the smaller of what the file system of `folder` and the kernel report."""
+    """Return the free bytes of host memory: what the file system of `folder` and `available_memory` have."""
     try:
         found = os.statvfs(folder)
     except OSError:

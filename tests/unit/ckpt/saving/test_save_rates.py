@@ -104,6 +104,8 @@ def test_threads_that_work_at_the_same_time_count_once() -> None:
         ([(1.0, 4 * GB, True), (1.0, 6 * GB, False)], True, True),  # blocks of one type are not encoded
         ([(1.0, 8 * GB, True), (1.0, 2 * GB, None)], True, False),  # as differences, or with the codec of an option
         ([(1.0, 2 * GB, None)], True, False),
+        ([(1.0, 0, None)], True, False),  # all blocks are stored already, and the save only waits for the store
+        ([(1.0, 0, None)], False, False),
     ],
 )
 def test_saves_that_say_nothing_are_not_counted(
