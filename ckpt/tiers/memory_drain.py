@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import suppress
+from dataclasses import dataclass
 
 from ckpt.groups.base import SingleProcessGroup
 from ckpt.repository.repository import Repository, Url, commit_name, open_repository
@@ -15,15 +16,27 @@ from ckpt.saving.writer_session import Session
 from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NotFound, StoreError, Unavailable
 from ckpt.storage.base.store import Store
 from ckpt.tiers.copy_step import missing_packs, promote
+from ckpt.tiers.drain_report import DrainReport, copied_step_line
 from ckpt.tiers.tier_note import TIER_NOTE_NAME, TierNote, read_tier_note
 from ckpt.tiers.tier_spec import url_of_subfolder
 
 log = logging.getLogger("ckpt")
 
 NOT_DRAINED = "could not be drained"
-"""Marks a line of the report of `drain` about memory that must be kept."""
+"""In each line of the report of `drain` about memory that must be kept. `drain_memories` also returns that as a flag."""
 _EXPORT_ADVICE = "copy the steps that you need with ckpt-restore"
 _ANSWER_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _DrainedRepository:
+    """The result for one repository in memory."""
+
+    line: str = ""
+    """A line of the report; "" if no step was only in memory."""
+    had_steps: bool = False
+    """Whether this memory had a step when it was read. A job that still runs may save one a moment later."""
+    was_copied: bool = False
 
 
 def _has_steps(repo: Repository) -> bool:
@@ -48,7 +61,16 @@ def drain(memory: Url, *before: Url) -> str:
         InvalidArgument: An argument is not a path or a URL.
         UnknownScheme: No store serves a URL.
     """
-    messages, drained_names = [], set[str]()
+    return drain_memories(memory, *before).text
+
+
+def drain_memories(memory: Url, *before: Url) -> DrainReport:
+    """Copy steps as `drain` does, which explains the parameters, and return the report with its flags.
+
+    It raises no error of a store or a repository.
+    """
+    lines, drained_names = list[str](), set[str]()
+    has_copied = has_failed = False
     for each in (memory, *before):
         store = open_repository(each).store
         try:
@@ -57,20 +79,24 @@ def drain(memory: Url, *before: Url) -> str:
             if drained_names and isinstance(error, Unavailable):
                 log.info("%s does not answer, and counts as lost: %s", store.url, error)
             else:  # an older memory may have steps of other repositories than those that were drained
-                messages.append(f"{store.url} {NOT_DRAINED}: {error}")
+                lines.append(f"{store.url} {NOT_DRAINED}: {error}")
+                has_failed = True
             continue
         for name in names:
             if name in drained_names:
                 continue
             repo = open_repository(url_of_subfolder(store.url if isinstance(each, Store) else os.fspath(each), name))
             try:
-                message, has_steps = _drain_repository(repo)
-                messages.append(message)
-                if has_steps:  # files of attempts that never committed do not replace an older memory
-                    drained_names.add(name)
+                drained = _drain_repository(repo)
             except (CkptError, OSError) as error:
-                messages.append(f"{repo.url} {NOT_DRAINED}: {error}")
-    return "\n".join(filter(None, messages))
+                lines.append(f"{repo.url} {NOT_DRAINED}: {error}")
+                has_failed = True
+                continue
+            lines.append(drained.line)
+            has_copied |= drained.was_copied
+            if drained.had_steps:  # files of attempts that never committed do not replace an older memory
+                drained_names.add(name)
+    return DrainReport("\n".join(filter(None, lines)), has_copied, has_failed)
 
 
 def _require_tier_note(repo: Repository) -> TierNote | None:
@@ -91,30 +117,30 @@ def _require_tier_note(repo: Repository) -> TierNote | None:
     return note
 
 
-def _drain_repository(repo: Repository) -> tuple[str, bool]:
+def _drain_repository(repo: Repository) -> _DrainedRepository:
     """Copy the newest step of one repository in memory to its repository of record.
 
-    Returns a line of the report, or "", and whether this memory had a step when it was read. A job that still runs may save one
-    a moment later. Then the memories before it are still needed.
+    If this memory had no step, the memories before it are still needed.
     """
     note = _require_tier_note(repo)
     if note is None:
-        return "", False
+        return _DrainedRepository()
     repos = [repo if url == repo.url else open_repository(url) for url in note.places]
     main_repo = repos[-1]
     if main_repo.identity() != note.id:
         raise InvalidArgument(f"{main_repo.url} is another repository now; {_EXPORT_ADVICE}")
-    has_steps = repo.newest()[1] >= 0
+    had_steps = repo.newest()[1] >= 0
     # The note of a folder that was moved or copied does not name it.
     source = TieredRepository([repo, *(r for r in repos if r is not repo and r is not main_repo)])
     newest, there = _newest(source), main_repo.newest()
     step = newest[1]
     if step < 0:
-        return "", has_steps
+        return _DrainedRepository(had_steps=had_steps)
     with suppress(NotFound, IntegrityError):
         newer = there > newest and main_repo.record(there[1]).save_order > source.commit(step).save_order
         if newer and not missing_packs(main_repo, main_repo.record(there[1])):
-            return f"{main_repo.url} has step {there[1]} already, which is newer than step {step} in {repo.url}", has_steps
+            line_of_newer = f"{main_repo.url} has step {there[1]} already, which is newer than step {step} in {repo.url}"
+            return _DrainedRepository(line_of_newer, had_steps)
     series = SerialCounter(repos)
     opened: list[Session] = []
     try:
@@ -124,15 +150,14 @@ def _drain_repository(repo: Repository) -> tuple[str, bool]:
                 opened.append(session_registry.enter(near, SingleProcessGroup(), series))
             except StoreError as error:  # e.g. a host is lost; the lease of the repository of record is enough
                 log.info("%s can't be written, and is only read: %s", near.url, error)
-        line, step = _newest(source)  # again, because a job that still runs may have saved one until it lost its lease just now
-        done = promote(source, step, opened[0], line=line)
+        # Again, because a job that still runs may have saved one until it lost its lease just now.
+        training_line, step = _newest(source)
+        done = promote(source, step, opened[0], line=training_line)
     finally:
         for session in opened:
             session_registry.leave(session)
-    report = (
-        f"step {step} was brought from {repo.url} to {main_repo.url}" if done else f"{main_repo.url} has step {step} already"
-    )
-    return report, has_steps
+    report = copied_step_line(step, repo.url, main_repo.url) if done else f"{main_repo.url} has step {step} already"
+    return _DrainedRepository(report, had_steps, was_copied=done)
 
 
 def _newest(source: TieredRepository) -> tuple[int, int]:

@@ -15,16 +15,17 @@ from ckpt.recovery.run_log.entry_drafts import draft_memory, draft_note
 from ckpt.recovery.run_log.entry_facts import memories_of
 from ckpt.storage.base.errors import StoreError
 from ckpt.storage.base.failpoints import failpoint
+from ckpt.tiers.drain_report import has_copied_step_line
 
 
 def drain_host_memory(memory: HostMemory, log: FollowedLog, messages: UserMessages) -> None:
     """Drain the memory folder of a run on one host, and write the result into the log."""
-    if memory.folder is None or not (text := local.drain_folder(memory.folder)):
+    if memory.folder is None or not (report := local.drain_folder(memory.folder)).text:
         return
-    if "has step" not in text:
-        messages.print(text)
+    if report.has_copied or report.has_failed:  # else the repository had the newest step already
+        messages.print(report.text)
     with contextlib.suppress(StoreError):
-        log.append([draft_note(max(0, log.run_state.attempt), text)])
+        log.append([draft_note(max(0, log.run_state.attempt), report.text)])
 
 
 class SharedMemoryDrain:
@@ -51,12 +52,12 @@ class SharedMemoryDrain:
         else:
             self._coordinator.coordinate(self._log.run_state, own_report)
         for entry in self._log.read():
-            if entry.kind == "memory" and (local.BROUGHT_TEXT in entry.text or memories_of(entry)):
+            if entry.kind == "memory" and (has_copied_step_line(entry.text) or memories_of(entry)):
                 self._messages.print(entry.text)
 
     def _drain(self) -> None:
         run_state = self._log.run_state
-        done, text = local.drain_urls([namespace.url() for namespace in run_state.memory if namespace.nodes])
+        report = local.drain_urls([namespace.url() for namespace in run_state.memory if namespace.nodes])
         failpoint("agent.drain")
-        kept = () if done else run_state.memory
-        self._log.append([draft_memory(run_state, kept, text or "no step was only in memory")])
+        kept = run_state.memory if report.has_failed else ()
+        self._log.append([draft_memory(run_state, kept, report.text or "no step was only in memory")])

@@ -11,15 +11,14 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ckpt.storage.base.errors import CkptError, StoreError, is_transient
+from ckpt.tiers.drain_report import DrainReport
 from ckpt.tiers.memory_folder import MEMORY_VARIABLE, own_memory_folder
 
 log = logging.getLogger("ckpt.run")
-
-BROUGHT_TEXT = "was brought"
-"""Part of the text about a step that was only in memory and has been copied."""
 
 
 def memory_folder(run_folder: Path, host: str = "") -> Path | None:
@@ -60,31 +59,30 @@ def used_bytes(folder: Path) -> int:
     return used
 
 
-def drain_folder(folder: Path) -> str:
-    """Copy the newest step to the repository at the end of a run, free the memory, and return a text about the result."""
+def drain_folder(folder: Path) -> DrainReport:
+    """Copy the newest step to the repository at the end of a run, free the memory unless that failed, and return the result."""
     try:
         os.lstat(folder)
     except FileNotFoundError:  # no rank has saved to memory
-        return ""
-    done, text = drain_urls([str(folder)])
-    if done:
+        return DrainReport()
+    report = drain_urls([str(folder)])
+    if not report.has_failed:
         shutil.rmtree(folder, ignore_errors=True)
-    return text
+    return report
 
 
-def drain_urls(urls: Sequence[str]) -> tuple[bool, str]:
-    """Copy the newest step in these memories to the repository.
-
-    Returns whether the memories are no longer needed, and a text about the result.
+def drain_urls(urls: Sequence[str]) -> DrainReport:
+    """Copy the newest step in these memories to the repository, and return the result.
 
     urls: the memories, the newest first.
     """
     from ckpt.tiers import memory_drain  # with numpy, which an agent that copies no step does not need
 
     try:
-        text = memory_drain.drain(*urls)
+        report = memory_drain.drain_memories(*urls)
     except CkptError as error:
-        text = f"{urls[0]} {memory_drain.NOT_DRAINED}: {error}"
-    if memory_drain.NOT_DRAINED in text:
-        return False, f"{text}; the memory is kept: start ckpt-run again, or copy it with ckpt-restore"
-    return True, text
+        report = DrainReport(f"{urls[0]} {memory_drain.NOT_DRAINED}: {error}", has_failed=True)
+    if report.has_failed:
+        kept = f"{report.text}; the memory is kept: start ckpt-run again, or copy it with ckpt-restore"
+        return replace(report, text=kept)
+    return report

@@ -21,6 +21,7 @@ from ckpt.recovery.run_log.base import Draft, LogEntry
 from ckpt.recovery.run_log.entry_facts import memories_of
 from ckpt.recovery.run_log.memory_placement import MemoryNamespace
 from ckpt.recovery.run_log.run_state import RunState
+from ckpt.tiers.drain_report import DrainReport
 from ckpt.tiers.memory_folder import MEMORY_WAIT_VARIABLE
 from helpers.interleaving import Interleaving, current_actor_name
 from helpers.simulated_parts import Fault, Host, Nodes, Training, host_of
@@ -248,17 +249,17 @@ class World:
         absent = sum(at not in self.hosts[host].served or not self.is_reachable(host) for host, at in nodes)
         return absent <= _tolerated(nodes)
 
-    def drain(self, urls: Sequence[str]) -> tuple[bool, str]:
+    def drain(self, urls: Sequence[str]) -> DrainReport:
         """Copy the newest step of namespaces to the repository, as `local.drain_urls` does."""
         namespaces = {MemoryNamespace(nodes).url(): nodes for nodes in self._steps}
         steps = [self._steps[namespaces[url]] if self._answers(namespaces[url]) else None for url in urls if url in namespaces]
         if self.draw.random() < 0.1:
-            return False, "could not be drained: the repository does not answer"
+            return DrainReport("could not be drained: the repository does not answer", has_failed=True)
         found = [step for step in steps if step is not None]
         self.durable = max([self.durable, *found[:1]])
         if steps and steps[0] is None:
-            return False, "could not be drained"
-        return True, "step was brought" if found else ""
+            return DrainReport("could not be drained", has_failed=True)
+        return DrainReport("step 1 was brought from memory" if found else "", has_copied=bool(found))
 
     # --- ranks -----------------------------------------------------------------------------------------------------
 

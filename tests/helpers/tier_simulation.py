@@ -257,14 +257,14 @@ class TierSimulation:
     def _drain(self) -> None:
         expected, memories = self._newest, [path for path in self._memories if path.exists()]
         is_in_use = any(map(self.interleaving.is_alive, self._jobs))
-        report = memory_drain.drain(*memories) if memories else ""
-        if memory_drain.NOT_DRAINED in report:
+        report = memory_drain.drain_memories(*memories) if memories else memory_drain.DrainReport()
+        if report.has_failed:
             return
         self.drains += 1
-        if memories and memories[:1] == self._memories[:1] and f"from {memories[0].as_uri()}/" in report:
+        if memories and memories[:1] == self._memories[:1] and f"from {memories[0].as_uri()}/" in report.text:
             expected = self._newest  # also a step that a job saved until it lost its lease to the drain
         if expected is not None:
-            self._require(self._has(self._record, expected), f"the repository of record lacks {expected} after {report!r}")
+            self._require(self._has(self._record, expected), f"the repository of record lacks {expected} after {report.text!r}")
         if not is_in_use:
             for memory in memories:
                 shutil.rmtree(memory, ignore_errors=True)

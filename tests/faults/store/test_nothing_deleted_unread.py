@@ -59,7 +59,9 @@ def damage(path: Path, how: str) -> None:
 def test_memory_with_a_damaged_tier_note_counts_as_not_drained(tier_folders: TierFolders, how: str) -> None:
     save_in_memory(tier_folders)
     damage(tier_folders.memory / "tier.json", how)
-    report = local.drain_folder(Path(os.environ["CKPT_MEMORY"]))
+    result = local.drain_folder(Path(os.environ["CKPT_MEMORY"]))
+    report = result.text
+    assert result.has_failed
     assert NOT_DRAINED in report
     assert "tier.json" in report
     assert_same(ckpt.load(tier_folders.memory, step=2), state_of(2))
@@ -69,7 +71,7 @@ def test_memory_with_a_damaged_tier_note_counts_as_not_drained(tier_folders: Tie
 def test_memory_with_a_damaged_newest_record_counts_as_not_drained(tier_folders: TierFolders, how: str) -> None:
     save_in_memory(tier_folders)
     damage(tier_folders.memory / "steps/2/commit.json", how)
-    assert NOT_DRAINED in local.drain_folder(Path(os.environ["CKPT_MEMORY"]))
+    assert local.drain_folder(Path(os.environ["CKPT_MEMORY"])).has_failed
     assert (tier_folders.memory / "steps/2").is_dir()
 
 
@@ -195,7 +197,9 @@ def test_a_later_save_without_its_packs_does_not_count_as_a_copy(tier_folders: T
     save_in_memory(tier_folders)
     ckpt.save(state_of(5), tier_folders.run, step=2, overwrite=True)
     next(iter(tier_folders.run.glob("steps/2/pack/*.pack"))).unlink()
-    report = local.drain_folder(Path(os.environ["CKPT_MEMORY"]))
+    result = local.drain_folder(Path(os.environ["CKPT_MEMORY"]))
+    report = result.text
+    assert result.has_failed
     assert NOT_DRAINED in report
     assert "without" in report
     assert_same(ckpt.load(tier_folders.memory, step=2), state_of(2))
