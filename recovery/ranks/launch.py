@@ -65,9 +65,7 @@ def start_ranks(
             file.touch()
         if through_mpi:
             variables = build_rank_environment(spec, spec.first_rank, _page_path(pages, spec, spec.first_rank))
-            mpi_variables = mpi.wrapper_environment(
-                spec.first_rank, str(pages / f"{spec.attempt}-{{}}"), str(logs / "rank-{}.log")
-            )
+            mpi_variables = mpi.wrapper_environment(spec.first_rank, str(pages / f"{spec.attempt}-"), str(logs / "rank-"))
             process = _spawn(mpi.mpiexec_command(command, spec.rank_count), {**variables, **mpi_variables}, files[0])
         for number, heartbeat_page, file in zip(numbers, heartbeat_pages, files, strict=True):
             if not through_mpi:

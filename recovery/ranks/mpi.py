@@ -28,7 +28,7 @@ def mpiexec_command(wrapped: Sequence[str], count: int) -> list[str]:
 
 
 def wrapper_environment(first: int, page: str, log: str) -> dict[str, str]:
-    """Return the variables that this module reads. page, log: paths with "{}" for the number of the rank."""
+    """Return the variables that this module reads. page, log: the begin of paths, up to the number of the rank."""
     return {_FIRST_RANK_VARIABLE: str(first), _PAGE_VARIABLE: page, _LOG_VARIABLE: log}
 
 
@@ -46,10 +46,10 @@ def main(wrapped: Sequence[str]) -> None:
 
     local = mpi_rank(os.environ)
     number = int(os.environ.pop(_FIRST_RANK_VARIABLE)) + local
-    log = os.open(os.environ.pop(_LOG_VARIABLE).format(number), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(f"{os.environ.pop(_LOG_VARIABLE)}{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    page = os.environ.pop(_PAGE_VARIABLE).format(number)
+    page = f"{os.environ.pop(_PAGE_VARIABLE)}{number}"
     variables = {"RANK": str(number), "ROLE_RANK": str(number), "LOCAL_RANK": str(local), heartbeat_page.PAGE_VARIABLE: page}
     os.environ.update(variables)
     try:

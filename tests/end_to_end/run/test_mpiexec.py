@@ -80,6 +80,17 @@ def test_an_mpi_program_that_cannot_start_is_reported_in_the_logs(tmp_path: Path
     assert f"{program} can't be started: Exec format error" in logs
 
 
+@pytest.mark.parametrize("name", ["run-{a}", "run-{}", "run-{0}", "run-{{}}", "run-%d", "run $HOME * 'x"])
+def test_the_folder_of_a_run_may_have_any_name(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    command = [sys.executable, "-m", "ckpt.tools.run", "-n", "2", "--launcher", "mpiexec", "--run-dir", str(folder), "--"]
+    program = [sys.executable, "-c", "import os; print('rank', os.environ['RANK'])"]
+    done = subprocess.run([*command, *program], capture_output=True, text=True, timeout=600, check=False)
+    logs = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("rank-*.log")}
+    assert done.returncode == 0, (done.stderr, logs)
+    assert logs == {f"{name}/logs/0/rank-{rank}.log": f"rank {rank}\n" for rank in range(2)}
+
+
 def test_the_mpi_rank_is_read_from_the_environment() -> None:
     assert mpi.mpi_rank({"PMI_RANK": "2"}) == 2
     assert mpi.mpi_rank({"OMPI_COMM_WORLD_RANK": "1"}) == 1
