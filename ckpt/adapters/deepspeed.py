@@ -12,6 +12,7 @@ only the same number of ranks and the same ZeRO stage.
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 import re
@@ -199,5 +200,5 @@ def _is_deepspeed_folder(folder: str | os.PathLike[str], tag: object) -> bool:
     """Return whether a folder has a checkpoint that DeepSpeed itself has saved."""
     if "://" in str(folder):
         return False
-    pattern = "*/*_states.pt" if tag is None else f"{tag}/*_states.pt"
+    pattern = "*/*_states.pt" if tag is None else f"{glob.escape(str(tag))}/*_states.pt"
     return next(Path(folder).glob(pattern), None) is not None
