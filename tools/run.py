@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
 
-from ckpt.recovery.ranks import host_identity
+from ckpt.recovery.ranks import host_identity, mpi
 from ckpt.storage.base.background_stderr import write_stderr_in_background
 from ckpt.storage.base.errors import CkptError
 from ckpt.storage.base.plural import format_count
@@ -57,33 +59,31 @@ def command(state: str | None, adapt: str, job: JobOptions, host: HostRunOptions
     hosts = job.host_count(host.launcher, os.environ)
     _check_hosts(job, host.launcher, hosts, state)
     _check_command(job.command, host.launcher)
-    directory = _adapted_directory(adapt, job, host, hosts)
-    name = host_identity.check_host_name(host.name or host_identity.host_name(host.launcher, os.environ))
-    if job.nnodes is None:
-        host_identity.require_host_count(host.launcher, os.environ)
-    lock, name = (
-        (host_identity.lock_run(host.run_dir), name) if hosts == 1 else host_identity.lock_host_name(host.run_dir, name)
-    )
-    address = (host.address or "").strip("[]") or host_identity.host_address(state if hosts > 1 else None)
-    host_options = HostOptions(
-        name=name,
-        folder=host.run_dir,
-        address=address,
-        limits=host.hang_limits(),
-        shown_output=host.show,
-        use_fork_server=host.warm,
-        security=_node_security(address, security) if host.memory and hosts > 1 else None,
-        metrics=_parse_metrics_address(host.metrics),
-        through_mpi=host.launcher == "mpiexec",
-        begin_anew=host.again,
-    )
-    spec = job.run_spec(hosts, directory)
-    opened = open_run_log(host.run_dir, state)
-    try:
-        return Agent(spec, host_options, opened, lambda text: common.print_error("ckpt-run", text)).run()
-    finally:
-        opened.close()
-        os.close(lock)
+    name, address = _host_name_and_address(job, host, state if hosts > 1 else None)
+    limits, metrics = host.hang_limits(), _parse_metrics_address(host.metrics)
+    with contextlib.ExitStack() as closing:
+        etcd_log = None if state is None else closing.enter_context(contextlib.closing(open_run_log(host.run_dir, state)))
+        # Up to here, nothing is written, so that a refused option leaves no file.
+        directory = _adapted_directory(adapt, job, host, hosts)
+        lock, name = (
+            (host_identity.lock_run(host.run_dir), name) if hosts == 1 else host_identity.lock_host_name(host.run_dir, name)
+        )
+        closing.callback(os.close, lock)
+        host_options = HostOptions(
+            name=name,
+            folder=host.run_dir,
+            address=address,
+            limits=limits,
+            shown_output=host.show,
+            use_fork_server=host.warm,
+            security=_node_security(address, security) if host.memory and hosts > 1 else None,
+            metrics=metrics,
+            through_mpi=host.launcher == "mpiexec",
+            begin_anew=host.again,
+        )
+        opened = etcd_log or closing.enter_context(contextlib.closing(open_run_log(host.run_dir)))
+        print_line = partial(common.print_error, "ckpt-run")
+        return Agent(job.run_spec(hosts, directory), host_options, opened, print_line).run()
 
 
 def _require_linux() -> None:
@@ -100,6 +100,22 @@ def _check_name(name: str | None) -> None:
     if name:
         with common.as_usage_errors():
             host_identity.check_host_name(name)
+
+
+def _host_name_and_address(job: JobOptions, host: HostRunOptions, state: str | None) -> tuple[str, str]:
+    """Return the name and the address of this host. Raises CkptError if other options of the host can't be used.
+
+    state: the URL of the log of a run on several hosts; else None.
+    """
+    from ckpt.recovery.ranks import launch
+
+    name = host_identity.check_host_name(host.name or host_identity.host_name(host.launcher, os.environ))
+    if job.nnodes is None:
+        host_identity.require_host_count(host.launcher, os.environ)
+    host_identity.require_creatable(host.run_dir)
+    address = (host.address or "").strip("[]") or host_identity.host_address(state)
+    launch.free_port(address)  # the agent looks for another one; this raises the error of a wrong --address
+    return name, address
 
 
 def _adapted_directory(adapt: str, job: JobOptions, host: HostRunOptions, hosts: int) -> str | None:
@@ -164,6 +180,8 @@ def _check_command(command: Sequence[str], launcher: str) -> None:
     if not command[0].strip():
         raise click.UsageError("the command is empty (an unset variable?); write ckpt-run -- python train.py")
     _require_startable(command)
+    if launcher == "mpiexec":
+        mpi.find_mpiexec()
     if hint := host_identity.launcher_hint(launcher, command):
         common.print_error("ckpt-run", hint)
 

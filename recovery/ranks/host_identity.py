@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -98,6 +99,15 @@ def _unreachable_error(host: str, reason: str | None) -> CkptError:
     return CkptError(f"{host} can't be reached: {reason}; check --state, or give --address")
 
 
+def require_creatable(folder: Path) -> None:
+    """Raise CkptError if the folder of a run can't exist, because its path leads through a file. It creates nothing."""
+    for path in (folder, *folder.parents):
+        if os.path.isdir(path):
+            return
+        if os.path.lexists(path) and (path == folder or os.path.exists(path)):
+            raise _unusable_error(folder, os.strerror(errno.EEXIST if path == folder else errno.ENOTDIR))
+
+
 def lock_run(folder: Path) -> int:
     """Lock a folder against other runs until this process ends. Raises CkptError if another process has locked it."""
     return _lock(folder, "lock", _in_use_message(folder))
@@ -138,5 +148,9 @@ def _lock(folder: Path, name: str, in_use_message: str, kind: int = fcntl.LOCK_E
         os.close(lock)
         raise _InUseError(in_use_message) from error
     except OSError as error:
-        raise CkptError(f"{folder} can't be used: {error.strerror}; give another --run-dir") from error
+        raise _unusable_error(folder, error.strerror) from error
     return lock
+
+
+def _unusable_error(folder: Path, reason: str | None) -> CkptError:
+    return CkptError(f"{folder} can't be used: {reason}; give another --run-dir")

@@ -18,13 +18,18 @@ _RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "MV2_COMM_WO
 _LOG_VARIABLE, _PAGE_VARIABLE, _FIRST_RANK_VARIABLE = "CKPT_MPI_LOG", "CKPT_MPI_PAGE", "CKPT_MPI_FIRST"
 
 
-def mpiexec_command(wrapped: Sequence[str], count: int) -> list[str]:
-    """Return the command that starts `count` ranks. Raises CkptError if mpiexec is not installed."""
+def find_mpiexec() -> str:
+    """Return the path of mpiexec, that of this Python if it has one. Raises CkptError if mpiexec is not installed."""
     in_environment = Path(sys.executable).parent / "mpiexec"
     mpiexec = str(in_environment) if in_environment.exists() else shutil.which("mpiexec")
     if mpiexec is None:
         raise CkptError("there is no mpiexec here; install an MPI (pip install mpich), or leave out --launcher mpiexec")
-    return [mpiexec, "-n", str(count), sys.executable, "-m", "ckpt.recovery.ranks.mpi", *wrapped]
+    return mpiexec
+
+
+def mpiexec_command(wrapped: Sequence[str], count: int) -> list[str]:
+    """Return the command that starts `count` ranks. Raises CkptError if mpiexec is not installed."""
+    return [find_mpiexec(), "-n", str(count), sys.executable, "-m", "ckpt.recovery.ranks.mpi", *wrapped]
 
 
 def wrapper_environment(first: int, page: str, log: str) -> dict[str, str]:
