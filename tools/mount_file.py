@@ -109,7 +109,7 @@ class MountFile:
             if not self._stored.isdisjoint(numbers):
                 self._require_readable()
                 self._publish()
-                reader.is_outdated = True
+                reader.mark_outdated()
             reader.require_current()
             if self._base is not None and not has_same_content(reader.file, self._base):
                 reader.look_up()

@@ -7,8 +7,9 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,12 +54,14 @@ class MountOperations:
         self._ownership = ownership or Ownership()
         self._handles: dict[int, MountReader | MountFile] = {}
         self._files_in_writing: dict[str, MountFile] = {}
+        self._paths_in_change: Counter[str] = Counter()
+        """How many threads change the file of a path. Until they have marked its open handles, nobody knows who changed it."""
         # By path: until when an entry is valid, and the attributes. Used without a lock: each entry is replaced as a whole,
         # and a lost one is looked up again.
         self._folders: dict[str, tuple[float, dict[str, float]]] = {}
         self._next_handle = 1
         self._lock = threading.Lock()
-        """Guards `_next_handle`. Guards changes of `_handles` and `_files_in_writing`."""
+        """Guards `_next_handle` and `_paths_in_change`. Guards changes of `_handles` and `_files_in_writing`."""
         self._mounted_at = time.time()
         self.was_mounted = False
         """Whether the kernel has mounted the folder, also when it is unmounted by now."""
@@ -168,8 +171,8 @@ class MountOperations:
         full = self._full_path(path)
         writing = self._files_in_writing.get(full) if handle is None else self._handles.get(handle)
         if isinstance(writing, MountFile):
-            writing.truncate(length, replace=handle is None)  # without a handle, an open with O_TRUNC follows
-            self._mark_outdated(writing.path)
+            with self._change(writing.path):
+                writing.truncate(length, replace=handle is None)  # without a handle, an open with O_TRUNC follows
             return
         file = self._namespace.stat(full)
         if file is None:
@@ -178,8 +181,8 @@ class MountOperations:
             return
         if length:
             raise OSError(errno.EOPNOTSUPP, "a file can be emptied, but not resized")
-        self._namespace.put(full, b"")
-        self._mark_outdated(full)
+        with self._change(full):
+            self._namespace.put(full, b"")
 
     def read(self, path: str, size: int, offset: int, handle: int) -> bytes:
         reader = self._handles[handle]
@@ -198,8 +201,8 @@ class MountOperations:
         """Make the writes durable and visible when a program closes the file; the program gets any error."""
         writing = self._handles.get(handle)
         if isinstance(writing, MountFile) and writing.has_unsynced_writes:
-            writing.publish()
-            self._mark_outdated(writing.path)
+            with self._change(writing.path):
+                writing.publish()
 
     def fsync(self, path: str, datasync: int, handle: int) -> None:
         """Make the writes durable and visible. After that, the file can be appended to, but not changed."""
@@ -259,32 +262,57 @@ class MountOperations:
             writing = self._files_in_writing.get(old)
         if writing is None:
             self._namespace.rename(old, new)
+            self._rename_readers(old, new)
         elif new.rpartition("/")[2].startswith(_HIDDEN_PREFIX):
             writing.remove(new)
+            self._rename_readers(old, new)
         else:
-            writing.rename(new)
+            with self._change(old):
+                writing.rename(new)  # after it has made the writes visible
+                self._rename_readers(old, new, is_changed=True)
         if old == new:
             return
-        for reader in self._readers(old):
-            reader.path = new
         self._discard_writes(new)
         with self._lock:
             if writing is not None and writing.handles:
                 self._files_in_writing[new] = self._files_in_writing.pop(old)
 
+    def _rename_readers(self, old: str, new: str, is_changed: bool = False) -> None:
+        for reader in self._readers(old):
+            reader.rename(new, is_changed)
+
     def _readers(self, path: str) -> list[MountReader]:
         """Return the open files of a path that are read."""
         return [each for each in list(self._handles.values()) if isinstance(each, MountReader) and each.path == path]
 
+    @contextmanager
+    def _change(self, path: str) -> Iterator[None]:
+        """Change the file of a path in the body, and let its open handles follow if that succeeds.
+
+        Meanwhile, no other thread takes the change for one of another client.
+        """
+        with self._lock:
+            self._paths_in_change[path] += 1
+        try:
+            yield
+            self._mark_outdated(path)
+        finally:
+            with self._lock:
+                self._paths_in_change[path] -= 1
+                self._paths_in_change += Counter()  # removes zeros
+
     def _mark_outdated(self, path: str) -> None:
         """Let the open files of a path follow a change of this mount."""
         for reader in self._readers(path):
-            reader.is_outdated = True
+            reader.mark_outdated()
 
     def _notice(self, path: str, current: PathRecord) -> None:
         """Let the open files of a path follow to the file that it has now, before the kernel gets the length of that."""
+        with self._lock:
+            if path in self._paths_in_change:  # they follow when they are marked
+                return
         for reader in self._readers(path):
-            reader.notice(current)
+            reader.notice(path, current)
 
     def _discard_writes(self, path: str) -> None:
         """Discard what is written to a deleted or replaced file through open handles."""

@@ -22,12 +22,16 @@ class MountReader:
 
     def __init__(self, namespace: Namespace, path: str) -> None:
         self.path = path
-        self.is_outdated = False
-        """Whether this mount has changed the file since it was opened."""
-        self._is_replaced = False
         self._namespace = namespace
         self._lock = threading.Lock()
-        """Guards changes of `_reader` and `_former`."""
+        """Guards changes of all other attributes, which any thread of FUSE may make. It is not held during a call of the
+        namespace: a thread that has changed the file does not wait for a look-up by another one, which is repeated if it may
+        have missed the change."""
+        self._changes = 0
+        """How often this mount has changed the file since it was opened."""
+        self._followed_changes = 0
+        """How many of these changes a look-up has seen that began after them."""
+        self._is_replaced = False
         self._reader = namespace.open(path)
         self._former: list[FileReader] = []  # other threads may still read with them, so `close` closes them
 
@@ -36,10 +40,27 @@ class MountReader:
         """The record of the bytes that are read."""
         return self._reader.file
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether this mount has changed the file since it was opened, and no look-up has followed the change."""
+        return self._followed_changes != self._changes
+
+    def mark_outdated(self) -> None:
+        """Let the next read follow a change of this mount, which must be visible by now."""
+        with self._lock:
+            self._changes += 1
+
+    def rename(self, path: str, is_changed: bool) -> None:
+        """Record that this mount has renamed the file. is_changed: it has also changed its bytes, as by `mark_outdated`."""
+        with self._lock:
+            self.path = path
+            self._changes += is_changed
+
     def require_current(self) -> None:
         """Raise OSError ESTALE if another client has replaced the file."""
         if self.is_outdated:
-            self._follow()
+            while not self._follow():
+                pass
         if self._is_replaced:
             raise OSError(errno.ESTALE, "another client has replaced the file: open it again", self.path)
 
@@ -49,29 +70,51 @@ class MountReader:
         data = bytearray(size)
         return bytes(data[: self._reader.read_into(offset, memoryview(data))])
 
-    def _follow(self) -> None:
-        """Read the file that this mount has made, or a later one, from now on."""
-        current = self._namespace.stat(self.path)
-        self.is_outdated = False
-        if current is not None and self._is_newer(current):
-            self._replace_reader(self._open(current))
+    def _follow(self) -> bool:
+        """Read the file that this mount has made, or a later one, from now on. Return False if it was renamed meanwhile.
+
+        Then the path may have another file by now.
+        """
+        with self._lock:
+            path, changes = self.path, self._changes
+        current = self._namespace.stat(path)
+        reader = self._open(current) if current is not None and self._is_newer(current) else None
+        with self._lock:
+            if is_found := path == self.path:
+                if reader is not None and self._is_newer(reader.file):  # else another thread has followed further
+                    self._former.append(self._reader)
+                    self._reader, reader = reader, None
+                self._followed_changes = max(self._followed_changes, changes)
+        if reader is not None:
+            reader.close()
+        return is_found
 
     def look_up(self) -> None:
         """Look up the file of the path, and `notice` it."""
-        current = self._namespace.stat(self.path)
+        path = self.path
+        current = self._namespace.stat(path)
         if current is not None:
-            self.notice(current)
+            self.notice(path, current)
 
-    def notice(self, current: PathRecord) -> None:
-        """Read on in a file that this mount has just found under the path, if the opened file is the beginning of it."""
-        if self.is_outdated or not self._is_newer(current):
-            return
-        reader = self._open(current)
-        if self._is_extended_by(reader):
-            self._replace_reader(reader)
-        else:
-            reader.close()
-            self._is_replaced = True
+    def notice(self, path: str, current: PathRecord) -> None:
+        """Read on in a file that this mount has just found under a path, if the opened file is the beginning of it."""
+        is_decided = False
+        while not is_decided:
+            with self._lock:
+                own, changes = self._reader, self._changes
+                if path != self.path or self.is_outdated or not self._is_newer(current):
+                    return
+            reader = self._open(current)
+            is_extended = self._is_extended_by(reader)
+            with self._lock:
+                is_decided = (own, changes, path) == (self._reader, self._changes, self.path)
+                if is_decided and is_extended:
+                    self._former.append(self._reader)
+                    self._reader = reader
+                elif is_decided:
+                    self._is_replaced = True
+            if not (is_decided and is_extended):
+                reader.close()
 
     def _is_newer(self, current: PathRecord) -> bool:
         """Return whether a record is that of another file, and not of one that the opened file has replaced."""
@@ -93,11 +136,6 @@ class MountReader:
     def _open(self, current: PathRecord) -> FileReader:
         stat = partial(self._namespace.stat, self.path)
         return FileReader(self._namespace.member_io, self.path, current, stat)
-
-    def _replace_reader(self, reader: FileReader) -> None:
-        with self._lock:
-            self._former.append(self._reader)
-            self._reader = reader
 
     def close(self) -> None:
         """Close the objects that were opened."""
