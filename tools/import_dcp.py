@@ -45,7 +45,8 @@ class MetadataUnpickler(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):
             return self.find_member
         torch = import_optional("torch", "a folder of torch.distributed.checkpoint", "torch")
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+        # Not getattr: torch imports some of its modules when they are asked for.
+        if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
             return found
         if module == "pathlib" and name in ("PosixPath", "Path", "PurePosixPath"):
             return Path

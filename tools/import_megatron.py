@@ -118,7 +118,7 @@ class _PlainUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch":
             torch = import_optional("torch", "a checkpoint of Megatron", "torch")
-            found = getattr(torch, name, None)
+            found = vars(torch).get(name)  # not getattr: torch imports some of its modules when they are asked for
             if isinstance(found, torch.dtype) or (name.endswith("Storage") and isinstance(found, type)):
                 return found
         return _Unknown

@@ -55,6 +55,7 @@ from ckpt.state.boxes import Box
 from ckpt.state.leaves import as_leaf, sharded
 from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.leaves.numpy import BytesLeaf
+from ckpt.state.leaves.torch import dtype_of_name
 from ckpt.state.tree import INLINE_BYTES, FlatState, Node, flatten
 from ckpt.storage.base.errors import CkptError, InvalidArgument
 
@@ -280,7 +281,7 @@ class Reader(StepAddressed, StorageReader):  # type: ignore[misc]
         saved = checkpoint.saved()
         found: dict[str, Any] = {}
         for name, node in self._nodes.items():
-            dtype = _torch_dtype(saved[node["array"]].dtype) if is_tensor(node) and node["array"] in saved else None
+            dtype = dtype_of_name(saved[node["array"]].dtype) if is_tensor(node) and node["array"] in saved else None
             if dtype is None:
                 found[name] = described.BytesStorageMetadata()
                 continue
@@ -361,15 +362,9 @@ class _UnreadMetadata(described.Metadata):  # type: ignore[misc]
         raise self.error
 
 
-def _torch_dtype(name: str) -> torch.dtype | None:
-    """Return the torch dtype of a saved dtype; None if torch has none, so that DCP gets such an array pickled."""
-    found = getattr(torch, name, None)
-    return found if isinstance(found, torch.dtype) else None
-
-
 def _destination_leaf(tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> ArrayLeaf:
     """Return the leaf to read a box into: the tensor, or new memory if the saved dtype differs from that of the tensor."""
-    saved = _torch_dtype(dtype)
+    saved = dtype_of_name(dtype)
     leaf = as_leaf(tensor if saved is None or tensor.dtype == saved else torch.empty(shape, dtype=saved))
     assert leaf is not None
     return leaf

@@ -204,6 +204,8 @@ class EngineState:
         """Return the target of one saved value; those of one partition are parts of one new tensor, which `flat` gets."""
         import torch
 
+        from ckpt.state.leaves.torch import dtype_of_name
+
         if not isinstance(value, Saved):
             return None
         if key == _STEP or value.shape != elements.shape:
@@ -215,7 +217,7 @@ class EngineState:
             return empty_leaf("torch", value.dtype, value.shape, {}).value
         if key not in flat:
             existing = self._flat_state(partition).get(key)
-            dtype = getattr(torch, value.dtype)
+            dtype = dtype_of_name(value.dtype)
             if isinstance(existing, torch.Tensor) and (existing.shape, existing.dtype) == (partition.weights.shape, dtype):
                 flat[key] = existing
             else:

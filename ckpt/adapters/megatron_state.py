@@ -18,6 +18,7 @@ from ckpt.adapters.megatron_values import decoded, encoded
 from ckpt.format.manifest import Saved
 from ckpt.state.boxes import Replica
 from ckpt.state.leaves.sharded import Shard
+from ckpt.state.leaves.torch import dtype_of_name
 from ckpt.state.tree import PerRank
 from ckpt.storage.base.errors import InvalidArgument
 
@@ -142,7 +143,7 @@ class LoadTargets:
                 if start >= length:
                     return
                 local = local.narrow(axis, 0, min(local.shape[axis], length - start))
-        if str(local.dtype) != f"torch.{saved.dtype}" and isinstance(dtype := getattr(torch, saved.dtype, None), torch.dtype):
+        if str(local.dtype) != f"torch.{saved.dtype}" and (dtype := dtype_of_name(saved.dtype)):
             self._converted.append((torch.empty_like(local, dtype=dtype), local))
             local = self._converted[-1][0]
         yield local, offset

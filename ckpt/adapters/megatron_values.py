@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ckpt.errors import UnsupportedLeaf
+from ckpt.errors import FormatError, UnsupportedLeaf
+from ckpt.state.leaves.torch import dtype_of_name
 from ckpt.state.tree import flatten
 from ckpt.support.user_warning import warn_user
 
@@ -49,18 +50,26 @@ def encoded(value: Any, path: str) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """Return the value of which `encoded` made this one."""
+    """Return the value of which `encoded` made this one; raise FormatError for a dtype that the installed torch lacks."""
     if isinstance(value, dict):
         if value.keys() == {_BYTES}:
             return io.BytesIO(value[_BYTES])
         if value.keys() == {_ITEMS}:
             return {decoded(key): decoded(each) for key, each in value[_ITEMS]}
         if value.keys() == {_DTYPE}:
-            return getattr(torch, value[_DTYPE])
+            return _decoded_dtype(str(value[_DTYPE]))
         if value.keys() == {_NAMESPACE}:
             return argparse.Namespace(**decoded(value[_NAMESPACE]))
         return _dict_like(value, ((key, decoded(each)) for key, each in value.items()))
     return type(value)(map(decoded, value)) if type(value) in (list, tuple) else value
+
+
+def _decoded_dtype(name: str) -> torch.dtype:
+    if (found := dtype_of_name(name)) is None:
+        raise FormatError(
+            f"the installed torch {torch.__version__} has no dtype {name!r}, which a saved value is: update torch"
+        )
+    return found
 
 
 def _dict_like(value: dict[Any, Any], items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:

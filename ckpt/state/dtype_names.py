@@ -88,7 +88,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         if name.startswith("numpy:"):
             dtype = np.lib.format.descr_to_dtype(_descr_with_tuples(parse_json(name[6:])))
         else:
-            dtype = np.dtype(getattr(ml_dtypes, name, None) or name)
+            dtype = np.dtype(vars(ml_dtypes).get(name) or name)
     except Exception as error:
         if is_transient(error):
             raise

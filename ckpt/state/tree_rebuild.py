@@ -9,8 +9,10 @@ from __future__ import annotations
 import base64
 import collections
 import dataclasses
+import inspect
 import struct
 import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -110,17 +112,16 @@ def _no_array(node: Node) -> NoReturn:
 def _rebuild_namedtuple(node: Node, make_array: MakeArray) -> Callable[[], Any]:
     fields = tuple(node["fields"])
     found: Any = _find_imported(node["class"])
-    if not (isinstance(found, type) and issubclass(found, tuple) and getattr(found, "_fields", None) == fields):
+    own_fields = _attribute_of(found, "_fields")
+    if found is None or not issubclass(found, tuple) or type(own_fields) is not tuple or own_fields != fields:
         found = namedtuple_type(_short_class_name(node["class"]), fields, rename=True)
     return _sequence(node["namedtuple"], make_array, lambda values: tuple.__new__(found, values))
 
 
 def _rebuild_dataclass(node: Node, make_array: MakeArray) -> Callable[[], Any]:
     fields = node["fields"]
-    found = _find_imported(node["class"])
-    if not (isinstance(found, type) and dataclasses.is_dataclass(found)) or (
-        [f.name for f in dataclasses.fields(found)] != fields
-    ):
+    found: Any = _find_imported(node["class"])
+    if found is None or _dataclass_fields(found) != fields:
         found = dataclasses.make_dataclass(_short_class_name(node["class"]), fields)
 
     def build(values: list[Any]) -> Any:
@@ -137,13 +138,27 @@ def _short_class_name(name: str) -> str:
     return short if short.isidentifier() else "Saved"
 
 
-def _find_imported(name: str) -> Any:
-    """Return the class of this name if its module is already imported, else None. Never import a module that a file names."""
+def _find_imported(name: str) -> type | None:
+    """Return the class of this name if its module is already imported, else None.
+
+    No code runs for it: no import of a module that a file names, also not by `__getattr__` of a module, and no descriptor.
+    """
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = getattr(found, part, None)
-    return found
+        found = _attribute_of(found, part)
+    return found if issubclass(type(found), type) else None  # isinstance may run code: it asks for __class__
+
+
+def _attribute_of(value: object, name: str) -> Any:
+    """Return an attribute as it is stored in a module or class, None if there is none; getattr would run code."""
+    return inspect.getattr_static(value, name, None)
+
+
+def _dataclass_fields(kind: type) -> list[str] | None:
+    """Return the names of the fields of a dataclass, None for another class."""
+    found: Any = types.SimpleNamespace(__dataclass_fields__=_attribute_of(kind, "__dataclass_fields__"))
+    return [field.name for field in dataclasses.fields(found)] if type(found.__dataclass_fields__) is dict else None
 
 
 def _plain_value_builder(make: Callable[[Any], Any], tag: str) -> Callable[[Node, MakeArray], Callable[[], Any]]:

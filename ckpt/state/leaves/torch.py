@@ -72,7 +72,7 @@ def sharded_leaf(value: torch.Tensor) -> ArrayLeaf:
 
 def empty_leaf(dtype: str, shape: tuple[int, ...], attributes: dict[str, Any]) -> ArrayLeaf:
     """Return the leaf of a new, uninitialised tensor on the host; attributes: parameter, requires_grad."""
-    value = torch.empty(shape, dtype=_torch_dtype(dtype))
+    value = torch.empty(shape, dtype=_require_dtype(dtype))
     if attributes.get("parameter"):
         value = torch.nn.Parameter(value, requires_grad=bool(attributes.get("requires_grad")))
     elif attributes.get("requires_grad"):
@@ -80,9 +80,18 @@ def empty_leaf(dtype: str, shape: tuple[int, ...], attributes: dict[str, Any]) -
     return TorchLeaf(value)
 
 
-def _torch_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
+def dtype_of_name(name: str) -> torch.dtype | None:
+    """Return the dtype of torch with this name; None if torch has none.
+
+    The name may come from a file, so `getattr` must not look it up: torch imports some of its modules when they are asked for.
+    """
+    found = vars(torch).get(name)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _require_dtype(name: str) -> torch.dtype:
+    dtype = dtype_of_name(name)
+    if dtype is None:
         raise TypeError(
             f"the installed torch {torch.__version__} has no dtype {name}: update torch, or give `like` with numpy arrays"
         )
