@@ -15,16 +15,19 @@ from types import FrameType
 STATUS = 128 + signal.SIGINT
 """The exit status of an interrupted command."""
 
-_COMMANDS = ("ckpt-inspect", "ckpt-restore", "ckpt-node", "ckpt-mount", "ckpt-run")
+_COMMANDS = {
+    "ckpt.tools.inspect": "ckpt-inspect", "ckpt.tools.restore": "ckpt-restore", "ckpt.tools.import_step": "ckpt-import",
+    "ckpt.tools.node": "ckpt-node", "ckpt.tools.mount": "ckpt-mount", "ckpt.tools.run": "ckpt-run",
+}  # fmt: skip
+"""The commands by their modules, as pyproject.toml lists them."""
 
 
 def _command() -> str:
     """Return the command that this process runs, as `ckpt-run` or `python -m ckpt.tools.run`; "" for another program."""
     name = os.path.basename(next(iter(getattr(sys, "argv", [])), "")).removesuffix(".exe")
     if name == "-m":
-        module = next((argument for argument in sys.orig_argv if argument.startswith("ckpt.tools.")), "")
-        name = module.replace("ckpt.tools.", "ckpt-")
-    return name if name in _COMMANDS and threading.current_thread() is threading.main_thread() else ""
+        name = next((_COMMANDS[argument] for argument in sys.orig_argv if argument in _COMMANDS), "")
+    return name if name in _COMMANDS.values() and threading.current_thread() is threading.main_thread() else ""
 
 
 _pending = False

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,12 @@ try:
 except SystemExit as ended:
     print(ended.code, *sorted(path.name for path in Path(folder).iterdir()))
 """
+COMMANDS = {
+    name: entry.partition(":")[0]
+    for name, entry in tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]["scripts"].items()
+}
+"""The module of each command."""
+
 SWALLOWED = """
 import os, signal
 import click
@@ -68,18 +75,32 @@ def test_an_interrupt_that_a_destructor_swallows_still_ends_the_command(tmp_path
     assert done.stderr.rstrip().endswith("ckpt-restore: interrupted")
 
 
+def _run_interrupted(folder: Path, module: str, name: str, how: str, *arguments: str) -> None:
+    """Run a command that is interrupted when it imports a module; require that it ends with one line.
+
+    how: "script", as pip writes it, or "module", for `python -m`.
+    """
+    (folder / f"{module}.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(0.01)\n")
+    (folder / name).write_text(f"from {COMMANDS[name]} import main\nmain()\n")
+    command = [str(folder / name)] if how == "script" else ["-m", COMMANDS[name]]
+    done = subprocess.run(
+        [sys.executable, *command, *arguments], capture_output=True, text=True, timeout=600, check=False,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr.strip()) == (128 + signal.SIGINT, f"{name}: interrupted")
+
+
 @pytest.mark.parametrize("module", ["typing", "click", "sqlite3"])
 @pytest.mark.parametrize("how", ["script", "module"])
 def test_an_interrupt_during_an_import_ends_the_command(tmp_path: Path, module: str, how: str) -> None:
     """The modules are imported by the package, by the command, and by the code that the command runs."""
-    (tmp_path / f"{module}.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(0.01)\n")
-    (tmp_path / "ckpt-run").write_text("from ckpt.tools.run import main\nmain()\n")  # as pip writes it
-    command = [str(tmp_path / "ckpt-run")] if how == "script" else ["-m", "ckpt.tools.run"]
-    done = subprocess.run(
-        [sys.executable, *command, "--run-dir", str(tmp_path / "run"), "--", "true"], capture_output=True, text=True,
-        timeout=600, check=False, env=os.environ | {"PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
-    assert (done.returncode, done.stderr.strip()) == (128 + signal.SIGINT, "ckpt-run: interrupted")
+    _run_interrupted(tmp_path, module, "ckpt-run", how, "--run-dir", str(tmp_path / "run"), "--", "true")
+
+
+@pytest.mark.parametrize("how", ["script", "module"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_interrupt_during_an_import_ends_each_command(tmp_path: Path, name: str, how: str) -> None:
+    _run_interrupted(tmp_path, "click", name, how, "--help")
 
 
 def test_a_program_that_imports_ckpt_keeps_the_default_interrupt_handler() -> None:
