@@ -61,7 +61,7 @@ class TrainerState:
         return self.state_dict()
 
     def members(self) -> ModuleEntries:
-        """Return the names in `state_dict` of buffers, which may differ between ranks, and of frozen parameters."""
+        """Return the names in `state_dict` of buffers, which may differ between ranks, and of parameters."""
         if divides_model(self._trainer.strategy):
             return ModuleEntries([], [])
         entries = module_entries(self._trainer.lightning_module)

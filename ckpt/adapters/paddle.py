@@ -69,7 +69,7 @@ class ModelState:
     def members(self) -> ModuleEntries:
         """Return the names in `state_dict` of buffers, which may differ between ranks, and of frozen parameters."""
         state, entries = self._layer.state_dict(), module_entries(self._layer)
-        buffers, frozen = ({id(state[name]) for name in names if name in state} for names in entries)
+        buffers, frozen = ({id(state[name]) for name in names if name in state} for names in (entries.buffers, entries.frozen))
         tensors = tensors_of(self._layer).items()
         return ModuleEntries(*([f"model.{name}" for name, t in tensors if id(t) in kind] for kind in (buffers, frozen)))
 

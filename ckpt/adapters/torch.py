@@ -91,13 +91,16 @@ class ModelState:
         return found
 
     def members(self) -> ModuleEntries:
-        """Return the names in `state_dict` of buffers, which may differ between ranks, and of frozen parameters."""
+        """Return the names in `state_dict` of buffers, which may differ between ranks, and of parameters."""
         buffers = [name for model in self._models for name, _ in _named_buffers(model)]
         parameters = [item for model in self._models for item in _named_parameters(model)]
         self._experts.learn([*buffers, *(name for name, _ in parameters)])
         global_name = self._experts.name
-        frozen = [f"model.{global_name(name)}" for name, parameter in parameters if not parameter.requires_grad]
-        return ModuleEntries([f"model.{global_name(name)}" for name in buffers], frozen)
+        frozen, trained = (
+            [f"model.{global_name(name)}" for name, parameter in parameters if parameter.requires_grad == is_trained]
+            for is_trained in (False, True)
+        )
+        return ModuleEntries([f"model.{global_name(name)}" for name in buffers], frozen, trained)
 
     def state_dict_like(self, saved: Any, everything: bool) -> dict[str, Any]:
         """Return the state that a load fills: the entries of this model, and the saved optimizer state of its parameters.

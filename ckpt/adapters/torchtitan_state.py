@@ -14,6 +14,7 @@ from torchtitan.components.dataloader import ParallelAwareDataloader
 
 from ckpt.adapters.torch_replicas import with_replica_ranks, without_replica_ranks
 from ckpt.format.manifest import Saved
+from ckpt.state.leaves.torch import dtype_of_name
 from ckpt.state.torch_keys import ModuleEntries
 from ckpt.state.tree import PerRank
 
@@ -67,7 +68,7 @@ class ShardedState:
                     and isinstance(tensor, torch.Tensor)
                     and str(tensor.dtype) != f"torch.{stored.dtype}"
                 ):
-                    made = torch.empty_like(tensor, dtype=getattr(torch, stored.dtype, None))
+                    made = torch.empty_like(tensor, dtype=dtype_of_name(stored.dtype))
                     found[name] = with_replica_ranks(made, self._ranks)
         return found
 
@@ -76,10 +77,11 @@ class ShardedState:
         self._stateful.load_state_dict({name: without_replica_ranks(value) for name, value in state.items()})
 
     def members(self) -> ModuleEntries:
-        """Return the names of buffers, which may differ between ranks, and of frozen parameters."""
+        """Return the names of buffers, which may differ between ranks, and of parameters."""
         buffers = [name for part in self._model_parts for name, _ in part.named_buffers()]
-        frozen = [name for part in self._model_parts for name, p in part.named_parameters() if not p.requires_grad]
-        return ModuleEntries(buffers, frozen)
+        parameters = [item for part in self._model_parts for item in part.named_parameters(remove_duplicate=False)]
+        frozen, trained = ([name for name, p in parameters if p.requires_grad == is_trained] for is_trained in (False, True))
+        return ModuleEntries(buffers, frozen, trained)
 
     def _placed(self, name: str, value: Any, buffers: set[str]) -> Any:
         if self._dtype is not None and isinstance(value, torch.Tensor) and value.is_floating_point():

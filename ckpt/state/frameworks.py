@@ -10,7 +10,7 @@ and, where the framework has them,
 
     as_stateful(value) -> Stateful | None           functions that read and set the state of an object
     is_module(value) -> bool                        whether it has `named_parameters(remove_duplicate=)`, as torch's
-    module_entries(value) -> ModuleEntries          the names of its buffers and frozen parameters
+    module_entries(value) -> ModuleEntries          the names of its buffers and parameters
     is_framework_class(kind) -> bool                whether a type is of the framework, though it names another module
     param_groups(value) -> list[dict] | None        of an optimizer whose state numbers its parameters, as torch's does
     is_random_generator(value) -> bool              each rank of a group stores its own

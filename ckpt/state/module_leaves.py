@@ -12,25 +12,26 @@ class ModuleLeaves:
     """The names of the leaves that are buffers or frozen parameters.
 
     A leaf has the name of the first path to its array. That path may be outside of the module, as in
-    `{"statistics": model.statistics, "model": model}`. An array that is a parameter and a buffer, or a frozen and a trained
-    parameter, counts as the entry of the modules that comes first.
+    `{"statistics": model.statistics, "model": model}`. An array that is a trained parameter anywhere in the state is neither a
+    buffer nor frozen. An array that is a frozen parameter and a buffer is a frozen parameter: ranks compare it.
     """
 
     def __init__(self) -> None:
         self.buffers: set[str] = set()
         self.frozen: set[str] = set()
         self._set_by_path: dict[str, set[str]] = {}
-        self._others: set[str] = set()  # the names of leaves that are other entries of a module
+        self._trained: set[str] = set()  # the names of leaves that are trained parameters
+        self._never_buffers: set[str] = set()  # the names of leaves that are parameters, or other entries of a module first
         self._depth = 0  # the number of open modules
 
     @contextmanager
     def inside(self, entries: ModuleEntries, path: str, is_module: bool) -> Iterator[None]:
         """Count the leaves that are added inside this context as entries of the object at `path`.
 
-        An object that is no module counts only if it has buffers or frozen parameters.
+        An object that is no module counts only if it has buffers or parameters.
         """
-        counts = is_module or bool(entries.buffers or entries.frozen)
-        for names, found in ((entries.buffers, self.buffers), (entries.frozen, self.frozen)):
+        counts = is_module or any(entries)
+        for names, found in zip(entries, (self.buffers, self.frozen, self._trained), strict=True):
             self._set_by_path.update((f"{path}.{name}" if path else name, found) for name in names)
         self._depth += counts
         try:
@@ -43,7 +44,29 @@ class ModuleLeaves:
         if not self._depth:
             return
         found = self._set_by_path.get(path)
-        if found is None:
-            self._others.add(name)
-        elif name not in self._others:
-            found.add(name)
+        if found is self._trained:
+            self.add_parameter(name, is_trained=True)
+        elif name in self._never_buffers:
+            return
+        elif found is self.buffers:
+            self.buffers.add(name)
+            self.frozen.discard(name)
+        elif found is self.frozen:
+            self.frozen.add(name)
+            self.buffers.discard(name)
+            self._never_buffers.add(name)
+        elif name not in self.buffers:
+            self._never_buffers.add(name)
+
+    def add_parameter(self, name: str, is_trained: bool) -> None:
+        """Note that the leaf `name` is a parameter, in a module or elsewhere.
+
+        A parameter that is not trained may be a buffer: frameworks other than torch have statistics that are parameters.
+        """
+        if is_trained:
+            self._trained.add(name)
+            self._never_buffers.add(name)
+            self.buffers.discard(name)
+            self.frozen.discard(name)
+        elif name not in self._trained and name not in self.buffers:
+            self.frozen.add(name)

@@ -1,9 +1,9 @@
-"""Keys in the state of a torch module: its buffers and frozen parameters, and keys that it would refuse."""
+"""Keys in the state of a torch module: its buffers and parameters, and keys that it would refuse."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 from ckpt.errors import UnsupportedLeaf
@@ -32,6 +32,8 @@ class ModuleEntries(NamedTuple):
     buffers: list[str]
     frozen: list[str]
     """Parameters without requires_grad."""
+    trained: Sequence[str] = ()
+    """Other parameters. A framework whose leaves have the attribute `parameter` may leave them out."""
 
 
 def has_named_parameters(value: object) -> bool:
@@ -44,7 +46,7 @@ _NO_ENTRIES = ModuleEntries([], [])
 
 
 def module_entries(value: Any) -> ModuleEntries:
-    """Return the buffers and frozen parameters of a module, or of an object with a `members` method, as ModelState."""
+    """Return the buffers and parameters of a module, or of an object with a `members` method, as ModelState."""
     if not is_module(value):
         if (of_framework := framework_function(value, "module_entries")) is not None:
             found: ModuleEntries = of_framework(value)
@@ -52,12 +54,16 @@ def module_entries(value: Any) -> ModuleEntries:
         named = getattr(type(value), "members", None) if hasattr(type(value), "state_dict_like") else None
         return named(value) if callable(named) else _NO_ENTRIES
     require_whole_parameters(value)
-    buffers, frozen = [], []
+    buffers: list[str] = []
+    frozen: list[str] = []
+    trained: list[str] = []
     for prefix, module in value.named_modules(remove_duplicate=False):
         prefix = bare_name(f"{prefix}.") if prefix else ""
         buffers += [prefix + name for name in module._buffers]
-        frozen += [prefix + name for name, p in module._parameters.items() if p is not None and not p.requires_grad]
-    return ModuleEntries(buffers, frozen)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                (trained if parameter.requires_grad else frozen).append(prefix + name)
+    return ModuleEntries(buffers, frozen, trained)
 
 
 def require_whole_parameters(module: Any) -> None:

@@ -328,8 +328,8 @@ class _Flattener:
         node: dict[str, Node] = {"array": name, "kind": leaf.kind}
         if attributes := leaf.attributes():
             node.update(attributes)
-            if "parameter" in attributes and "requires_grad" not in attributes:
-                self._of_modules.frozen.add(name)
+            if "parameter" in attributes:
+                self._of_modules.add_parameter(name, is_trained="requires_grad" in attributes)
         return node
 
     def _identity(self, leaf: ArrayLeaf, address: int | None) -> Hashable | None:
