@@ -183,8 +183,6 @@ class _Flattener:
             return self._container(value, path, self._list)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return self._container(value, path, self._dataclass)
-        if isinstance(value, (bool, int, float, str)) and kind.__module__ == "builtins":
-            return value
         if self._open_function_containers and is_function(value):
             return None
         raise refusal(value, path)

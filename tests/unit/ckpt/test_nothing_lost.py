@@ -47,7 +47,16 @@ def test_a_key_of_a_subclass_or_numpy_type_is_refused(tmp_path: Path, key: Any) 
             ckpt.save(state, tmp_path, 1)
 
 
-@pytest.mark.parametrize("value", [Side.LEFT, Number.ONE, Text("a"), Whole(3)], ids=repr)
+_EXECUTED: dict[str, Any] = {}
+exec("import enum\nclass Level(enum.IntEnum):\n    A = 3\nclass Word(str): pass\nclass Real(float): pass", _EXECUTED)
+"""Classes without a module: they count as those of the module builtins."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Side.LEFT, Number.ONE, Text("a"), Whole(3), _EXECUTED["Level"].A, _EXECUTED["Word"]("a"), _EXECUTED["Real"](0.5)],
+    ids=repr,
+)
 def test_a_value_of_a_subclass_is_refused(tmp_path: Path, value: Any) -> None:
     for state in ({"m": value}, {"m": [value]}, {"m": (value,)}, {"m": {value}}):
         with refused(ckpt.UnsupportedLeaf, "leaf m"):
