@@ -9,7 +9,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from ckpt.aggregator.cluster.fanout import WARNING_INTERVAL_SECONDS, FanOut
+from ckpt.aggregator.cluster.fanout import FanOut
+from ckpt.aggregator.cluster.member_health import WARNING_INTERVAL_SECONDS
 from ckpt.aggregator.cluster.open_member import OpenMember
 from ckpt.aggregator.file_io.scratch_pool import ScratchPool
 from ckpt.aggregator.placement.redundancy import Redundancy

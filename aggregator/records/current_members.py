@@ -8,8 +8,9 @@ from dataclasses import replace
 from functools import partial
 
 from ckpt.aggregator.cluster.config import Member, NamespaceConfig, is_address
-from ckpt.aggregator.cluster.fanout import FanOut, MemberHealth
+from ckpt.aggregator.cluster.fanout import FanOut
 from ckpt.aggregator.cluster.member_facts import MemberFacts, failure_domains, require_distinct_devices
+from ckpt.aggregator.cluster.member_health import MemberHealth
 from ckpt.aggregator.cluster.open_member import OpenMember
 from ckpt.aggregator.placement.rendezvous_hash import MemberLocation, count_shared_domains
 from ckpt.aggregator.records import record_ring

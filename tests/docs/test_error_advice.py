@@ -40,6 +40,7 @@ NOT_RAISED_TO_USERS = {
     "aggregator/cluster/fanout.py": "a reason in the message about members that do not answer",
     "aggregator/file_io/fragment_reader.py": "a reason in the message about a stripe that can't be read",
     "aggregator/file_io/rebuild.py": "a reason in the report of a repair, which tries again",
+    "aggregator/file_io/source_objects.py": "a reason in the report of a repair, which tries again",
     "aggregator/placement/erasure.py": "the callers give enough fragments",
     "ckpt/adapters/dcp_group.py": "the callers ask can_gather first",
     "storage/testing.py": "a test of a store",

@@ -19,7 +19,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from ckpt.aggregator.cluster.fanout import FanOut, MemberHealth
+from ckpt.aggregator.cluster.fanout import FanOut
+from ckpt.aggregator.cluster.member_health import MemberHealth
 from ckpt.aggregator.file_io import object_names, rebuild
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import repair

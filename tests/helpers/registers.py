@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from ckpt.aggregator.cluster.fanout import FanOut, MemberHealth
+from ckpt.aggregator.cluster.fanout import FanOut
+from ckpt.aggregator.cluster.member_health import MemberHealth
 from ckpt.aggregator.placement.redundancy import Quorum
 from ckpt.aggregator.records.paxos import ReplicatedRegisters
 from ckpt.aggregator.records.replica_set import ReplicaSet, VotingGroup

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from ckpt.aggregator.cluster.fanout import FanOut, MemberHealth
+from ckpt.aggregator.cluster.fanout import FanOut
+from ckpt.aggregator.cluster.member_health import MemberHealth
 from ckpt.storage.base.errors import StoreError, Unavailable
 
 

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from ckpt.aggregator.cluster import fanout
-from ckpt.aggregator.cluster.fanout import MemberHealth
+from ckpt.aggregator.cluster import member_health
+from ckpt.aggregator.cluster.member_health import MemberHealth
 from ckpt.storage.base.errors import StoreError, Unavailable
 
 
@@ -23,7 +23,7 @@ def test_each_outage_is_warned_of_once_and_at_most_one_in_the_interval(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [1000.0]
-    monkeypatch.setattr(fanout.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(member_health.time, "monotonic", lambda: clock[0])
     health = MemberHealth(first_pause_seconds=0.5, max_pause_seconds=15.0)
     health.record_failure("node1", "no answer")
     assert len(warnings_of(caplog)) == 1
@@ -38,7 +38,7 @@ def test_each_outage_is_warned_of_once_and_at_most_one_in_the_interval(
     for clock[0] in range(1301, 1500, 20):
         health.record_failure("node1", "no answer")
         warned += len(warnings_of(caplog))
-        assert warned == (clock[0] >= 1280 + fanout.WARNING_INTERVAL_SECONDS), "an outage soon after the last warning"
+        assert warned == (clock[0] >= 1280 + member_health.WARNING_INTERVAL_SECONDS), "an outage soon after the last warning"
 
 
 def failed_probes(health: MemberHealth) -> int:
