@@ -110,6 +110,8 @@ class StepRefused(CkptError):
 
     may_be_committed: bool = False
     """Whether rank 0 could not find out if the step is committed. Then the files of no rank are deleted."""
+    is_store_full: bool = False
+    """Whether a rank has failed because its store is full."""
 
     @property
     def is_certain(self) -> bool:

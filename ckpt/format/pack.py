@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from ckpt.errors import DAMAGE_ADVICE
-from ckpt.storage.base.errors import IntegrityError
+from ckpt.storage.base.errors import IntegrityError, NoSpace
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.store import Store, Writer, is_name
 
@@ -67,14 +67,20 @@ class PackWriter:
 
     name_of: returns the name of pack n, for n = 0, 1, …
     expected_bytes: of all blocks, from which the store reserves space.
+    make_room: deletes what no step needs. It is called once, if the store has no space for a pack; the store is then asked
+        again. None raises NoSpace at once.
     """
 
-    def __init__(self, store: Store, name_of: Callable[[int], str], expected_bytes: int) -> None:
+    def __init__(
+        self, store: Store, name_of: Callable[[int], str], expected_bytes: int, make_room: Callable[[], None] | None = None
+    ) -> None:
         self._store = store
         self._name_of = name_of
         self._expected_bytes = expected_bytes
+        self._make_room = make_room
         self._lock = threading.Lock()
-        """Guards `_count`, `_expected_bytes` and `_open_pack`. It also guards the room and the running appends of each pack."""
+        """Guards `_count`, `_expected_bytes`, `_make_room` and `_open_pack`. It also guards the room and the running appends of
+        each pack."""
         self._open_pack: _OpenPack | None = None
         self._count = 0
         self._durable_packs: list[PackFile] = []
@@ -92,8 +98,7 @@ class PackWriter:
                         self._finish(pack)
                 name = self._name_of(self._count)
                 self._count += 1
-                writer = self._store.create(name, min(self._expected_bytes, PACK_BYTES))
-                pack = self._open_pack = _OpenPack(name, self._writers.enter_context(writer))
+                pack = self._open_pack = _OpenPack(name, self._writers.enter_context(self._create(name)))
             pack.room -= len(data)
             self._expected_bytes = max(0, self._expected_bytes - len(data))
             pack.appending += 1
@@ -107,6 +112,18 @@ class PackWriter:
         if last:
             self._finish(pack)
         return pack.name, position
+
+    def _create(self, name: str) -> Writer:
+        """Return the writer of a new pack. Needs `_lock`."""
+        nbytes = min(self._expected_bytes, PACK_BYTES)
+        try:
+            return self._store.create(name, nbytes)
+        except NoSpace:
+            make_room, self._make_room = self._make_room, None
+            if make_room is None:
+                raise
+        make_room()
+        return self._store.create(name, nbytes)
 
     def close(self) -> list[PackFile]:
         """Make every pack durable and return them all. Call it after every `append` has returned."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -256,14 +256,16 @@ class Repository:
         """Record a new training line, before the first commit on it. From then on, records and not numbers order the steps."""
         line_records.write_line(self.store, line)
 
-    def lines(self) -> StepLines:
+    def lines(self, numbers: Iterable[int] | None = None) -> StepLines:
         """Return the training line of each committed step, and the order of all steps.
+
+        numbers: what `step_numbers` returned; None to call it.
 
         Raises StoreError or FormatError if the record of a step is unreadable and the record of the newest line can't be read.
         """
         known: dict[int, TrainingLine] = {}
         errors: dict[int, CkptError] = {}
-        for step in self.step_numbers():
+        for step in self.step_numbers() if numbers is None else numbers:
             try:
                 known[step] = self._numbered_record(step).training_line
             except NotFound:
@@ -288,8 +290,12 @@ class Repository:
             log.warning("the training line of step %d of %s is unknown: %s", step, self.url, error)
         return found.order
 
-    def newest(self, is_accepted: Callable[[int], bool] = lambda step: True) -> tuple[int, int]:
+    def newest(
+        self, is_accepted: Callable[[int], bool] = lambda step: True, numbers: Sequence[int] | None = None
+    ) -> tuple[int, int]:
         """Return line and number of the newest committed step for which `is_accepted` is true; (-1, -1) if there is none.
+
+        numbers: what `step_numbers` returned; None to call it.
 
         The pairs of two tiers can be compared: the larger one is newer.
 
@@ -297,9 +303,10 @@ class Repository:
         be read whose step may be the newest.
         """
         if not self.line_numbers():
-            steps = (step for step in reversed(self.step_numbers()) if is_accepted(step))
+            numbers = self.step_numbers() if numbers is None else numbers
+            steps = (step for step in reversed(numbers) if is_accepted(step))
             return next(((0, step) for step in steps if self.store.exists(commit_name(step))), (-1, -1))
-        found = self.lines()
+        found = self.lines(numbers)
         step = found.newest(is_accepted)
         return (-1, -1) if step is None else (found.known[step].number, step)
 

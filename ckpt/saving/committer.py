@@ -30,7 +30,7 @@ from ckpt.repository import commit_publication
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.completeness import note_complete
 from ckpt.repository.repository import step_folder
-from ckpt.repository.retention import has_all_files
+from ckpt.repository.retention import Keep, has_all_files
 from ckpt.repository.writer_lease import Attempt
 from ckpt.saving import commit_wait, failure_reports, rank_part_merge, rank_parts
 from ckpt.saving.buffer_merge import warn_of_large_buffers
@@ -121,6 +121,17 @@ class Committer:
             raw_bytes = rank_part_merge.require_complete_leaves(table, self._flat.node, self._step, self._store.url)
         totals = StepTotals(len(self._flat.leaves), raw_bytes, written_bytes)
         return self._publish_step(table, self._tree, packs, totals, algorithm, choices)
+
+    def keep_before_commit(self) -> Keep | None:
+        """Return which steps a sweep keeps before this attempt is committed; None if it must delete no step.
+
+        After a roll-back, and in a new run, the steps to keep are known only once there is a step on the new training line.
+        """
+        try:
+            newest_line = max(self._session.repo.line_numbers(), default=0)
+            return self._options.keep if self._line_saves.line().number == newest_line else None
+        except (CkptError, OSError):
+            return None
 
     def _commit_in_group(
         self,

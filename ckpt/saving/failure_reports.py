@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Mapping
 
@@ -11,7 +12,7 @@ from ckpt.groups.base import Group
 from ckpt.repository.group_lease import GroupLease
 from ckpt.repository.writer_lease import Attempt
 from ckpt.saving.rank_part_files import part_stem
-from ckpt.storage.base.errors import CkptError, IntegrityError, NotFound, StoreError
+from ckpt.storage.base.errors import CkptError, IntegrityError, NoSpace, NotFound, StoreError
 from ckpt.storage.base.store import Store
 
 log = logging.getLogger("ckpt")
@@ -37,12 +38,20 @@ def note_failure(store: Store, lease: GroupLease, group: Group, attempt: Attempt
         "reason": reason,
         "missing": isinstance(error, (RanksMissing, SaveFailed)),  # no rank may use another tier for SaveFailed
         "skipped": isinstance(error, StepSkipped),
+        "full": lacks_space(error),
         "rank": attempt.rank,
         "uncertain": is_uncertain,
     }
     data = json_records.encode("failure", failure)
     group.leave_note(_note_key(lease, attempt, attempt.rank == 0), data)
     return data
+
+
+def lacks_space(error: BaseException) -> bool:
+    """Return whether a save failed because the store of this rank, or of the rank that reported the error, is full."""
+    if isinstance(error, StepRefused):
+        return error.is_store_full
+    return isinstance(error, NoSpace) or (isinstance(error, OSError) and error.errno == errno.ENOSPC)
 
 
 def note_unknown_outcome(store: Store, lease: GroupLease, group: Group, attempt: Attempt, error: BaseException) -> None:
@@ -91,7 +100,9 @@ def rank_0_error(attempt: Attempt, rank: int, refusal: StepRefused) -> StepRefus
     if isinstance(refusal, StepSkipped):
         return refusal  # its text is for all ranks
     kind = RanksMissing if isinstance(refusal, RanksMissing) else StepRefused  # the kind decides which tier is next
-    return kind(give_up_reason(attempt, rank, refusal))
+    error = kind(give_up_reason(attempt, rank, refusal))
+    error.is_store_full = refusal.is_store_full
+    return error
 
 
 def give_up_reason(attempt: Attempt, rank: int, reason: object) -> str:
@@ -117,7 +128,7 @@ def _refusal(failure: Mapping[str, object]) -> StepRefused:
     error = kind(reason)
     if isinstance(error, RanksMissing):
         error.given_up = True
-    error.may_be_committed = bool(failure.get("uncertain"))
+    error.may_be_committed, error.is_store_full = bool(failure.get("uncertain")), bool(failure.get("full"))
     return error
 
 

@@ -25,6 +25,7 @@ from ckpt.saving.compute_slots import ComputeSlots
 from ckpt.saving.dedup import PreviousBlockIndex, StepBlocks
 from ckpt.saving.deferred_blocks import DeferredBlocks, find_deferred_blocks
 from ckpt.saving.difference_encoder import DifferenceSource, newest_step, place_history_of
+from ckpt.saving.failure_reports import lacks_space
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.nan_guard import NanGuard
 from ckpt.saving.options import Options
@@ -87,6 +88,7 @@ class SaveRun:
         """For a save in the background: set when all blocks but the deferred ones are staged, and the caller continues."""
         self._append_began = threading.Event()
         self._background_thread: WorkerThread | None = None
+        self._has_made_room = False
         self._copied_seconds = 0.0
         """How long the caller copied. Set before the writers of a group begin, unless the arena was full before."""
 
@@ -201,6 +203,8 @@ class SaveRun:
         self._memory.close()
         if error is not None:
             self._session.forget_previous()
+            if lacks_space(error):
+                self._make_room()
             if self._committer.needs_failure_report:
                 give_up_attempt(self._session, self._attempt, error)
         if isinstance(error, OSError):
@@ -245,7 +249,8 @@ class SaveRun:
         slots = ComputeSlots(self._eager_staged)
         index = PreviousBlockIndex(self._store, self._plan.algorithm, previous.blocks, slots.slot)
         nan = NanGuard(self._plan, self._options.nan, self._store.url)
-        with PackWriter(self._store, lambda n: f"{prefix}-{n}.pack", self._plan.total_bytes) as packs:
+        make_room = self._make_room if self._session.group.rank == 0 else None  # the holder of the lease sweeps
+        with PackWriter(self._store, lambda n: f"{prefix}-{n}.pack", self._plan.total_bytes, make_room) as packs:
             parts = WritingParts(
                 plan=self._plan,
                 packs=packs,
@@ -325,6 +330,18 @@ class SaveRun:
             sharded=self._plan.has_shards, choices=codecs.choices(),
         )  # fmt: skip
 
+    def _make_room(self) -> None:
+        """Delete files that no step needs before the commit, because the store is full. Only the first call does.
+
+        For another rank that lacks space, rank 0 does this when the attempt has failed, so that the next save has room.
+        """
+        if self._session.group.rank or self._has_made_room:
+            return
+        self._has_made_room = True
+        self._session.group_lease.count_progress()
+        self._session.make_room(self._committer.keep_before_commit())
+        self._session.group_lease.count_progress()
+
     def _clean_up_after_commit(self, checkpoint: Checkpoint, written: WrittenBlocks) -> None:
         """After the commit: remember the blocks to which the next step may refer, and delete files that no step needs."""
         plan, commit, options = self._plan, checkpoint.commit, self._options
@@ -337,4 +354,4 @@ class SaveRun:
         self._session.group_lease.count_progress()
         self._session.note_committed(plan.step, commit.files(), options.in_flight + options.copies - 1)
         self._session.writer_lease.end_attempt(self._attempt)  # its files belong to the step now
-        self._session.sweep(options.keep, plan.step, self._committer.replaced_files)
+        self._session.sweep(options.keep, {plan.step}, self._committer.replaced_files)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,11 +12,14 @@ from ckpt import errors
 from ckpt.groups.base import Group
 from ckpt.groups.process_identity import ProcessIdentity, this_process
 from ckpt.repository.group_lease import GroupLease, acquire_group_lease
-from ckpt.repository.repository import Repository
+from ckpt.repository.repository import Repository, commit_name
+from ckpt.repository.retention import sweep
 from ckpt.repository.writer_lease import SerialCounter, WriterLease
 from ckpt.storage.base.checked_decode import decode
 from ckpt.storage.base.errors import CkptError
 from ckpt.storage.base.store import Store
+
+log = logging.getLogger("ckpt")
 
 RequestedStep = tuple[int | None, ...]
 """The step that the caller asked for in the first save of a session. It contains None if no number was given (the number after
@@ -82,8 +86,15 @@ def start_in_group(
         else:
             lease = acquire_group_lease(repo, group.size, serials)
             lease.writer.sweep_temporaries_once()  # before any rank of this generation writes
+        if shared is None and serials is None:
+            numbers = repo.step_numbers()
+            newest = repo.newest(numbers=numbers)[1]
+            _sweep_uncommitted(lease.writer, [number for number in numbers if number > newest])
+            next_step = newest + 1
+        else:  # other saves of this process may be running
+            next_step = lease.writer.next_step()
         announcement = {"generation": lease.writer.generation, "lane": lease.number, "token": lease.writer.token}
-        announcement |= {"next": lease.writer.next_step(), "asked": requested_step}
+        announcement |= {"next": next_step, "asked": requested_step}
     except BaseException as error:
         if lease is not None:
             lease.release()
@@ -98,6 +109,23 @@ def start_in_group(
         lease.release()
         raise
     return SessionStart(lease, announcement["next"], requested_step)
+
+
+def _sweep_uncommitted(lease: WriterLease, later_steps: Iterable[int]) -> None:
+    """Delete what killed jobs have left of steps that they have not committed, if there is such a step.
+
+    All ranks are about to write, and only rank 0 sweeps, so a rank that finds the store full can't make room. With tiers,
+    nothing is deleted here, because a copy to a tier continues with the files that an earlier job has copied.
+
+    later_steps: steps with a folder, above the newest committed step.
+    """
+    repo = lease.repo
+    try:
+        if any(not repo.store.exists(commit_name(step)) for step in later_steps):
+            with lease.sweep_lock:
+                sweep(repo, lease)
+    except Exception as error:  # the next sweep tries again
+        log.warning("deleting what earlier jobs have left in %s failed: %s", repo.url, error)
 
 
 def _announce_and_gather(

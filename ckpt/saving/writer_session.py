@@ -233,10 +233,21 @@ class Session:
             with self.writer_lease.sweep_lock:
                 self._recent_commits = self._recent_commits or read
 
-    def sweep(self, keep: Keep | None, saved_step: int, replaced_files: set[str]) -> None:
+    def make_room(self, keep: Keep | None, replaced_files: Collection[str] = ()) -> None:
+        """Delete what no step needs because the store is full, without waiting for the next commit. Only rank 0 does.
+
+        keep: which steps to keep; None for all.
+        replaced_files: as for `sweep`.
+        """
+        if not self.group_lease.rank:
+            log.warning("%s is full: files that no step needs are deleted", self.repo.url)
+        self.sweep(keep, set(), replaced_files)
+
+    def sweep(self, keep: Keep | None, saved_steps: set[int], replaced_files: Collection[str]) -> None:
         """Delete what is not needed any more after the commit of a step. Only rank 0 does. An error is logged, not raised.
 
         keep: which steps to keep; None for all.
+        saved_steps: stay in any case.
         replaced_files: the files of an earlier save of the same step.
         """
         if self.group_lease.rank:
@@ -245,7 +256,7 @@ class Session:
             with self.writer_lease.sweep_lock:
                 recent = self._recent_commits if self.group.size > 1 else []
                 protected_packs = set[str]().union(*(each.names for each in recent))
-                spared_steps = {saved_step, *(each.step for each in recent)}.union(*(steps() for steps in self._spared_steps))
+                spared_steps = saved_steps.union({each.step for each in recent}, *(steps() for steps in self._spared_steps))
                 damaged = damaged_steps(self.repo)
                 sweep(self.repo, self.writer_lease, keep, spared_steps, damaged, protected_packs, replaced_files)
         except Exception as error:  # also MemoryError: the step is committed, whatever happens here

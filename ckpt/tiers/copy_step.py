@@ -25,7 +25,7 @@ from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import Repository, commit_name
 from ckpt.repository.retention import Keep
 from ckpt.saving.writer_session import Session
-from ckpt.storage.base.errors import IntegrityError, NotFound, StoreError
+from ckpt.storage.base.errors import IntegrityError, NoSpace, NotFound, StoreError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.huge_pages import map_huge_pages
 from ckpt.storage.base.store import ALIGNMENT, Reader, Store
@@ -96,7 +96,13 @@ def _promote_save(
     attempt = target.group_lease.begin_own_attempt(step)
     try:
         target.pin_packs(attempt, [*commit.files(), commit_name(step)])
-        copied = _copy_files(Checkpoint(source.store, commit), target, progress)
+        try:
+            copied = _copy_files(Checkpoint(source.store, commit), target, progress)
+        except NoSpace:
+            # After a roll-back, the steps to keep are known only once the target has a step on the new training line.
+            newest_line = max(target.repo.line_numbers(), default=0)
+            target.make_room(keep if commit.line == newest_line else None, files_to_sweep)
+            copied = _copy_files(Checkpoint(source.store, commit), target, progress)
         failpoint("promote.commit")
         if commit.line:
             target.note_line(commit.training_line)
@@ -115,7 +121,7 @@ def _promote_save(
         copied / 1e9,
         time.monotonic() - began,
     )
-    target.sweep(keep, step, files_to_sweep)
+    target.sweep(keep, {step}, files_to_sweep)
     files_to_sweep.clear()
     return True
 

@@ -65,8 +65,14 @@ class OpenTier:
             self.stored_bytes = stored_step_bytes(self.session.repo)
 
     def require_room(self, step_bytes: int) -> None:
-        """Raise NoSpace if a step of this size would exceed the capacity, which must be known."""
+        """Raise NoSpace if a step of this size would exceed the capacity, which must be known.
+
+        Files that no step needs, such as those of a killed save, do not count: they are deleted before it is raised.
+        """
         assert self.capacity_bytes is not None
+        if self.stored_bytes + step_bytes > self.capacity_bytes:
+            self.session.make_room(None)
+            self.measure_stored_bytes()
         if self.stored_bytes + step_bytes > self.capacity_bytes:
             raise NoSpace(
                 f"{self.url} has {self.stored_bytes / 1e9:.3f} GB of at most {self.capacity_bytes / 1e9:.3f} GB, and a step "

@@ -112,7 +112,7 @@ def _finish(
     session.remember_blocks(attempt, _ALGORITHM, StepBlocks(found, packs))
     session.note_committed(attempt.step, checkpoint.commit.files(), 1)
     session.writer_lease.end_attempt(attempt)
-    session.sweep(options.keep, attempt.step, committer.replaced_files)
+    session.sweep(options.keep, {attempt.step}, committer.replaced_files)
 
 
 def load_checkpoint(open_checkpoint: Callable[[], Checkpoint], request: LoadRequest) -> tuple[CommitRecord, dict[str, bytes]]:
