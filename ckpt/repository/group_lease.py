@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from ckpt.errors import RanksMissing
 from ckpt.format import json_records
 from ckpt.groups.process_identity import ProcessIdentity, is_dead, this_process
+from ckpt.repository.attempt import Attempt, AttemptSeries, SerialCounter
 from ckpt.repository.lease_records import EndMarker, end_markers, generation_name, list_lease_records
 from ckpt.repository.repository import Repository
-from ckpt.repository.writer_lease import Attempt, AttemptSeries, SerialCounter, WriterLease, acquire_lease
+from ckpt.repository.writer_lease import WriterLease, acquire_lease
 from ckpt.storage.base.checked_decode import decode
 from ckpt.storage.base.errors import CkptError
 from ckpt.support.fork_check import CreatorProcess

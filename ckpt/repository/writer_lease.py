@@ -13,17 +13,16 @@ that no other rank waits for it (`group_lease.py`).
 
 from __future__ import annotations
 
-import functools
-import itertools
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from ckpt.errors import Fenced, RepositoryBusy
 from ckpt.format import json_records
 from ckpt.groups.process_identity import ProcessIdentity, is_alive, this_process
+from ckpt.repository.attempt import Attempt, AttemptSeries, SerialCounter
 from ckpt.repository.lease_records import end_markers, generation_name, lease_holder, list_lease_records, newest_generation
 from ckpt.repository.repository import FOLDERS, Repository
 from ckpt.storage.base.errors import AlreadyExists, CkptError, IntegrityError, NotFound, StoreError, Unavailable
@@ -35,61 +34,6 @@ log = logging.getLogger("ckpt")
 
 _ACQUIRE_TRIES = 20
 """How often a process tries to take the next generation while other writers are faster."""
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """One attempt of one rank to save one step."""
-
-    name: str
-    """<rank>-<generation>-<serial>. The names of its files begin with it, and it is never used twice."""
-    rank: int
-    generation: int
-    step: int
-    number: int
-    """The number of earlier attempts of this rank at this step in this generation. It is the same on all ranks, also after a
-    failure on one of them, so the committer finds by it which parts belong together."""
-
-    @property
-    def serial(self) -> tuple[int, int]:
-        """Generation and serial, which grow with each attempt of this rank."""
-        return self.generation, int(self.name.rpartition("-")[2])
-
-    def has_file(self, file: str) -> bool:
-        """Return whether a file of the repository belongs to this attempt.
-
-        The name of another attempt may begin with the name of this one.
-        """
-        return file.rpartition("/")[2].startswith((f"{self.name}-", f"{self.name}."))
-
-
-class SerialCounter:
-    """Serials that the leases of several repositories (tiers) share.
-
-    A file that is copied from one tier to another keeps its name, so the name must be new in all of them.
-    """
-
-    def __init__(self, repos: Sequence[Repository] = ()) -> None:
-        self._repos = repos
-        self.serials = itertools.count()
-
-    @functools.cached_property
-    def highest_generation(self) -> int:
-        """The highest generation of all these repositories."""
-        return max(map(newest_generation, self._repos), default=0)
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptSeries:
-    """Attempts that are numbered together for each step: those of a group, or those of a process alone."""
-
-    group: int | None
-    """The number of the group. None for saves of this process alone, which are counted separately from those of its groups."""
-    rank: int
-    first_number: int
-    """The number of the first attempt at a step."""
-    first_serial: int
-    """Is added to each serial."""
 
 
 class WriterLease:

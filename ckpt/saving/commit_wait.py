@@ -13,9 +13,9 @@ from typing import TypeVar
 from ckpt.errors import RanksMissing, StepRefused
 from ckpt.format.json_records import CommitRecord
 from ckpt.groups.base import Group, ranks_text
+from ckpt.repository.attempt import Attempt
 from ckpt.repository.group_lease import GroupLease, rank_0_ended_error
 from ckpt.repository.repository import Repository
-from ckpt.repository.writer_lease import Attempt
 from ckpt.saving.failure_reports import noted_failure, rank_0_error, ranks_noted_as_ended, read_failure
 from ckpt.saving.rank_part_files import ListedPart, list_parts, other_step_text
 from ckpt.storage.base.call_timeout import WaitTimer

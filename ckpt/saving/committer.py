@@ -27,11 +27,11 @@ from ckpt.format.json_records import (
 )
 from ckpt.format.manifest_parquet import write_part
 from ckpt.repository import commit_publication
+from ckpt.repository.attempt import Attempt
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.completeness import note_complete
 from ckpt.repository.repository import step_folder
 from ckpt.repository.retention import Keep, has_all_files
-from ckpt.repository.writer_lease import Attempt
 from ckpt.saving import commit_wait, failure_reports, rank_part_merge, rank_parts
 from ckpt.saving.buffer_merge import warn_of_large_buffers
 from ckpt.saving.options import Options

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from ckpt.errors import RanksMissing, SaveFailed, StepRefused, StepSkipped, UnsupportedLeaf
 from ckpt.format import json_records
 from ckpt.groups.base import Group
+from ckpt.repository.attempt import Attempt
 from ckpt.repository.group_lease import GroupLease
-from ckpt.repository.writer_lease import Attempt
 from ckpt.saving.rank_part_files import part_stem
 from ckpt.storage.base.errors import CkptError, IntegrityError, NoSpace, NotFound, StoreError
 from ckpt.storage.base.store import Store

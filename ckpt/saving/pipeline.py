@@ -14,7 +14,7 @@ from typing import Any
 
 from ckpt.errors import SaveFailed
 from ckpt.format.digest import choose_algorithm
-from ckpt.repository.writer_lease import Attempt
+from ckpt.repository.attempt import Attempt
 from ckpt.saving.changing_leaves import changing_leaves_of
 from ckpt.saving.committer import Committer
 from ckpt.saving.handle import SaveHandle

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from ckpt.errors import StepNotFound
 from ckpt.groups.base import Group
+from ckpt.repository.attempt import Attempt
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.damage_registry import damaged_steps
 from ckpt.repository.repository import Repository
-from ckpt.repository.writer_lease import Attempt
 from ckpt.saving.changing_leaves import REMEMBERED_REPOSITORIES
 from ckpt.saving.dedup import BlockPlace, PreviousBlock, PreviousBlocks, StepBlocks, referable_blocks
 from ckpt.saving.lineage import Lineage

@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ckpt.format.pack import step_of_file
+from ckpt.repository.attempt import Attempt
 from ckpt.repository.repository import step_folder
-from ckpt.repository.writer_lease import Attempt
 from ckpt.storage.base.errors import CkptError
 from ckpt.storage.base.store import Store
 

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from ckpt.errors import StepRefused
 from ckpt.format.digest import digest
 from ckpt.format.pack import file_lengths
+from ckpt.repository.attempt import Attempt
 from ckpt.repository.group_lease import GroupLease
 from ckpt.repository.repository import Repository
-from ckpt.repository.writer_lease import Attempt
 from ckpt.saving.rank_part_files import part_stem, signed_bytes
 from ckpt.saving.replica_check import PublishedDigests, describe_leaves, describe_sharers
 from ckpt.state.tree import FlatState

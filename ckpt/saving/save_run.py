@@ -12,9 +12,9 @@ from ckpt.format import manifest_encoding
 from ckpt.format.difference_choice import automatic_range
 from ckpt.format.digest import is_cryptographic
 from ckpt.format.pack import PackWriter
+from ckpt.repository.attempt import Attempt
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import step_folder
-from ckpt.repository.writer_lease import Attempt
 from ckpt.saving.attempt_failure import AttemptFailure
 from ckpt.saving.block_writer import BlockWriter, WritingParts, WrittenBlocks, join_written
 from ckpt.saving.buffer_shares import BufferDigests

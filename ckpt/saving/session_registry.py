@@ -10,9 +10,10 @@ from contextlib import contextmanager
 
 from ckpt.errors import SaveFailed
 from ckpt.groups.base import Group
+from ckpt.repository.attempt import SerialCounter
 from ckpt.repository.group_lease import GroupLease
 from ckpt.repository.repository import Repository
-from ckpt.repository.writer_lease import SerialCounter, WriterLease
+from ckpt.repository.writer_lease import WriterLease
 from ckpt.saving import failure_reports
 from ckpt.saving.exit_status import fail_cleanup, register_before_thread_shutdown
 from ckpt.saving.session_start import RequestedStep, start_alone, start_in_group

@@ -11,10 +11,11 @@ from typing import Any
 from ckpt import errors
 from ckpt.groups.base import Group
 from ckpt.groups.process_identity import ProcessIdentity, this_process
+from ckpt.repository.attempt import SerialCounter
 from ckpt.repository.group_lease import GroupLease, acquire_group_lease
 from ckpt.repository.repository import Repository, commit_name
 from ckpt.repository.retention import sweep
-from ckpt.repository.writer_lease import SerialCounter, WriterLease
+from ckpt.repository.writer_lease import WriterLease
 from ckpt.storage.base.checked_decode import decode
 from ckpt.storage.base.errors import CkptError
 from ckpt.storage.base.store import Store

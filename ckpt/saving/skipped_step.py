@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from ckpt.groups.base import step_mismatch_error
-from ckpt.repository.writer_lease import Attempt
+from ckpt.repository.attempt import Attempt
 from ckpt.saving import failure_reports
 from ckpt.saving.writer_session import Session
 from ckpt.storage.base.errors import CkptError

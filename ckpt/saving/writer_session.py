@@ -18,10 +18,10 @@ from ckpt.errors import SaveFailed
 from ckpt.format.pack import file_lengths
 from ckpt.format.training_lines import TrainingLine
 from ckpt.groups.base import Group
+from ckpt.repository.attempt import Attempt
 from ckpt.repository.damage_registry import clear_damaged, damaged_steps
 from ckpt.repository.repository import Repository
 from ckpt.repository.retention import Keep, sweep
-from ckpt.repository.writer_lease import Attempt
 from ckpt.saving.dedup import StepBlocks, without_packs
 from ckpt.saving.lineage import Lineage
 from ckpt.saving.previous_steps import CommittedFiles, PreviousSteps

@@ -20,11 +20,11 @@ from typing import Any
 from ckpt.errors import SaveFailed, StepSkipped
 from ckpt.format.signature import NO_KEYS, Keys
 from ckpt.groups.base import Group
+from ckpt.repository.attempt import SerialCounter
 from ckpt.repository.damage_registry import damaged_steps
 from ckpt.repository.repository import Repository, Url
 from ckpt.repository.retention import Keep, as_keep
 from ckpt.repository.tiered_repository import TieredRepository
-from ckpt.repository.writer_lease import SerialCounter
 from ckpt.saving import session_registry
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.lineage import Lineage

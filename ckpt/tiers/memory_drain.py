@@ -8,9 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ckpt.groups.base import SingleProcessGroup
+from ckpt.repository.attempt import SerialCounter
 from ckpt.repository.repository import Repository, Url, commit_name, open_repository
 from ckpt.repository.tiered_repository import TieredRepository
-from ckpt.repository.writer_lease import SerialCounter
 from ckpt.saving import session_registry
 from ckpt.saving.writer_session import Session
 from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NotFound, StoreError, Unavailable

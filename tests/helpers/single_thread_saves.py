@@ -15,8 +15,8 @@ from ckpt.format.json_records import CommitRecord
 from ckpt.format.manifest import Row
 from ckpt.format.manifest_encoding import PlannedColumns, StoredBlock, build_table
 from ckpt.loading.rank_agreement import LoadRequest
+from ckpt.repository.attempt import Attempt
 from ckpt.repository.checkpoint import Checkpoint
-from ckpt.repository.writer_lease import Attempt
 from ckpt.saving.committer import Committer
 from ckpt.saving.dedup import PreviousBlock, StepBlocks
 from ckpt.saving.handle import SaveHandle

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 from ckpt.block_io import replicated_store
 from ckpt.repository import completeness, damage_registry, writer_lease
-from ckpt.repository.writer_lease import SerialCounter
+from ckpt.repository.attempt import SerialCounter
 from ckpt.saving import lineage, previous_steps, session_registry
 from ckpt.storage.base import fencing_probe
 from ckpt.tiers import background_copier, manager, previous_memory

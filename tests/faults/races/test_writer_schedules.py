@@ -16,9 +16,10 @@ from helpers.schedules import Bounds, Schedule, run_all_schedules
 from helpers.writer_simulation import Takeover
 
 from ckpt.repository import retention
+from ckpt.repository.attempt import Attempt
 from ckpt.repository.repository import Repository
 from ckpt.repository.retention import Keep
-from ckpt.repository.writer_lease import Attempt, WriterLease
+from ckpt.repository.writer_lease import WriterLease
 from ckpt.storage.base.conditional_store import ConditionalStore
 from ckpt.storage.local.directory import LocalStore
 

@@ -14,10 +14,11 @@ from helpers.lease_writers import local_repo as local_repo
 from ckpt.errors import RanksMissing
 from ckpt.format import json_records
 from ckpt.groups.process_identity import this_process
+from ckpt.repository.attempt import SerialCounter
 from ckpt.repository.group_lease import GroupLease, acquire_group_lease, rank_0_ended_error
 from ckpt.repository.lease_records import EndMarker, generation_name, lease_holder
 from ckpt.repository.repository import Repository
-from ckpt.repository.writer_lease import SerialCounter, WriterLease
+from ckpt.repository.writer_lease import WriterLease
 from ckpt.storage.local.durable_writer import temporary_name
 
 BILLION = 10**9

@@ -17,9 +17,10 @@ from helpers.messages import one_line
 from ckpt.errors import Fenced, FormatError, RepositoryBusy
 from ckpt.format import json_records
 from ckpt.groups.process_identity import this_process
+from ckpt.repository.attempt import SerialCounter
 from ckpt.repository.lease_records import generation_name, lease_holder, newest_generation
 from ckpt.repository.repository import Repository
-from ckpt.repository.writer_lease import SerialCounter, acquire_lease
+from ckpt.repository.writer_lease import acquire_lease
 from ckpt.storage.base.errors import NotFound, Refused, StoreError
 from ckpt.storage.base.store import Buffer, Store
 from ckpt.storage.local.directory import LocalStore

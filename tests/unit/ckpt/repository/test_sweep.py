@@ -11,9 +11,10 @@ from helpers.swept_repositories import events, files, files_of, lease, repo
 from helpers.written_steps import attempt_files, put_attempt, put_step
 
 from ckpt.errors import Fenced
+from ckpt.repository.attempt import AttemptSeries
 from ckpt.repository.repository import Repository, commit_name
 from ckpt.repository.retention import Keep, sweep
-from ckpt.repository.writer_lease import AttemptSeries, WriterLease, acquire_lease
+from ckpt.repository.writer_lease import WriterLease, acquire_lease
 
 __all__ = ["events", "lease", "repo"]
 

@@ -10,10 +10,11 @@ from helpers.written_steps import attempt_files, commit_of, put_attempt, put_ste
 
 from ckpt.errors import Fenced
 from ckpt.format.json_records import encode_commit
+from ckpt.repository.attempt import Attempt
 from ckpt.repository.commit_publication import publish_commit
 from ckpt.repository.repository import Repository, commit_name
 from ckpt.repository.retention import sweep
-from ckpt.repository.writer_lease import Attempt, WriterLease, acquire_lease
+from ckpt.repository.writer_lease import WriterLease, acquire_lease
 from ckpt.storage.base.errors import StoreError
 
 OLDER, NEWER = "0-1-0", "0-2-0"

@@ -17,9 +17,10 @@ from helpers.messages import one_line
 from ckpt.errors import Fenced
 from ckpt.format import json_records
 from ckpt.groups.process_identity import this_process
+from ckpt.repository.attempt import Attempt, AttemptSeries, SerialCounter
 from ckpt.repository.lease_records import EndMarker, generation_name, lease_holder
 from ckpt.repository.repository import Repository
-from ckpt.repository.writer_lease import Attempt, AttemptSeries, SerialCounter, WriterLease, acquire_lease
+from ckpt.repository.writer_lease import WriterLease, acquire_lease
 from ckpt.storage.base.errors import CkptError, IntegrityError, StoreError, Unavailable
 from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.local.durable_writer import temporary_name

@@ -19,9 +19,10 @@ import ckpt
 from ckpt.errors import RanksMissing, StepRefused
 from ckpt.groups.base import Group
 from ckpt.groups.threads import ThreadGroup
+from ckpt.repository.attempt import Attempt
 from ckpt.repository.group_lease import GroupLease
 from ckpt.repository.lease_records import lease_holder
-from ckpt.repository.writer_lease import Attempt, WriterLease
+from ckpt.repository.writer_lease import WriterLease
 from ckpt.saving import committer as committer_module
 from ckpt.saving.failure_reports import noted_failure
 from ckpt.storage.base.errors import StoreError
