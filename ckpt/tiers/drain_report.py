@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 _COPY_LINE = re.compile(r"^step \d+ was brought from ", re.MULTILINE)
-"""The begin of a line that `copied_step_line` has made. The other lines of a report begin with a URL."""
+"""The beginning of a line that `copied_step_line` has made. The other lines of a report begin with a URL."""
 
 
 @dataclass(frozen=True, slots=True)

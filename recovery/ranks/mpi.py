@@ -33,7 +33,7 @@ def mpiexec_command(wrapped: Sequence[str], count: int) -> list[str]:
 
 
 def wrapper_environment(first: int, page: str, log: str) -> dict[str, str]:
-    """Return the variables that this module reads. page, log: the begin of paths, up to the number of the rank."""
+    """Return the variables that this module reads. page, log: the beginning of paths, up to the number of the rank."""
     return {_FIRST_RANK_VARIABLE: str(first), _PAGE_VARIABLE: page, _LOG_VARIABLE: log}
 
 

@@ -70,8 +70,7 @@ class LocalStore(Store):
         self.root = os.path.abspath(os.path.expanduser(path))
         self.url = Path(self.root).as_uri()
         self._direct = self.past_cache = direct and bool(O_DIRECT)
-        self._durable_folders: set[str] = set()
-        """The folders that were made durable. Used without a lock, as each call of a set is atomic."""
+        self._durable_folders: set[str] = set()  # those made durable; without a lock, as each call of a set is atomic
         self._parallel_appends: int | None = None
         self._device: str | None = None
 

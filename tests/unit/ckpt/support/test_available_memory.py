@@ -72,7 +72,7 @@ def test_a_container_that_does_not_see_its_own_path_has_the_limit_of_the_mount(t
     assert available_memory(root) == 30 * GIB
 
 
-def test_version_1(tmp_path: Path) -> None:
+def test_limits_of_version_1_count(tmp_path: Path) -> None:
     host = make_host(tmp_path, "5:cpu:/a\n4:memory,x:/a/b:c\n0::/z", V1_CPU, V1, HYBRID_V2)
     top = tmp_path / "sys/fs/cgroup/memory"
     make_group(top / "a/b:c", limit_in_bytes=9223372036854771712, usage_in_bytes=GIB)
