@@ -188,7 +188,7 @@ class RecoverySimulation:
             time=lambda: 1e9 + world.now,
             sleep=lambda seconds: world.sleep(world.actor, seconds),
         )
-        nothing = SimpleNamespace(close=_ignore, account=_ignore, account_by_reports=_ignore)
+        nothing = SimpleNamespace(close=_ignore, account=_ignore, account_start=_ignore, account_by_reports=_ignore)
         of_agent = {
             "selectors": SimpleNamespace(DefaultSelector=lambda: _Select(world, world.actor)),
             "tempfile": SimpleNamespace(mkdtemp=lambda **_: "/pages"),
