@@ -56,10 +56,10 @@ class MemberInfo:
 class DeviceStore(LocalStore):
     """The objects of a device. A name that leads out of its folder through a symbolic link is refused.
 
-    make_folder: creates the folder of the objects durably.
+    make_folder: creates the folder of the objects durably; None for `make_durable_root`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], make_folder: Callable[[str], None] = make_durable_root) -> None:
+    def __init__(self, path: str | os.PathLike[str], make_folder: Callable[[str], None] | None = None) -> None:
         super().__init__(path)
         self._make_device_folder = make_folder
         self._real_root = os.path.realpath(self.root)
@@ -75,7 +75,7 @@ class DeviceStore(LocalStore):
         self.used_bytes()
 
     def _make_root(self) -> None:
-        self._make_device_folder(self.root)
+        (self._make_device_folder or make_durable_root)(self.root)
 
     def create(self, name: str, size_hint: int = 0) -> LocalWriter:
         writer = super().create(name, size_hint)

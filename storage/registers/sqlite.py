@@ -67,10 +67,10 @@ PRAGMA cache_size = -65536;
 class SqliteRegisters(Registers):
     """The registers in the file at `path`, which the first change creates.
 
-    make_folder: creates its folder durably.
+    make_folder: creates its folder durably; None for `make_durable_root`.
     """
 
-    def __init__(self, path: str, make_folder: Callable[[str], None] = make_durable_root) -> None:
+    def __init__(self, path: str, make_folder: Callable[[str], None] | None = None) -> None:
         self._path = path
         self._make_folder = make_folder
         self._lock = threading.Lock()
@@ -309,7 +309,7 @@ class SqliteRegisters(Registers):
                 "use a disk of this host, and reach it from others through a ckpt-node (ckpt://HOST:PORT/…)",
             )  # fmt: skip
             folder = os.path.dirname(os.path.abspath(self._path))
-            self._make_folder(folder)  # SQLite makes its files durable, but not their folder
+            (self._make_folder or make_durable_root)(folder)  # SQLite makes its files durable, but not their folder
             self._connection = open_wal_database(self._path, _SCHEMA)
             self._connection.text_factory = bytes  # a damaged record may have a text that is not UTF-8 in any column
         return self._connection
