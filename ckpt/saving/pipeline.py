@@ -43,10 +43,10 @@ def save(session: Session, state: Any, step: int | None, options: Options, block
     Raises SaveFailed if an earlier save in the background failed, and the errors of `ckpt.save`.
     """
     attempt = session.begin_attempt(step)
-    lease = session.group_lease
-    handle = SaveHandle(attempt.step, lambda: lease.progress_count)
     failed: SaveFailed | None = None
-    try:
+    try:  # from here on, an interrupt gives up the attempt, so that no other rank waits for it
+        lease = session.group_lease
+        handle = SaveHandle(attempt.step, lambda: lease.progress_count)
         session.note_save_began(attempt.step)
         try:
             session.raise_failed()
