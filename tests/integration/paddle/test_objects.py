@@ -308,7 +308,8 @@ def test_statistics_of_a_norm_count_as_buffers() -> None:
 
     layer = paddle.nn.Sequential(paddle.nn.BatchNorm1D(3), paddle.nn.Linear(3, 3))
     layer[1].bias.stop_gradient = True
-    assert module_entries(layer) == (["0._mean", "0._variance"], ["1.bias"])
+    entries = module_entries(layer)
+    assert (entries.buffers, entries.frozen) == (["0._mean", "0._variance"], ["1.bias"])
 
 
 def test_importing_ckpt_does_not_import_paddle() -> None:
