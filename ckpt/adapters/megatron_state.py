@@ -29,11 +29,11 @@ _BoxKey = tuple[str, tuple[int, ...]]
 class _ShardedBoxes(Shard):
     """Boxes of one tensor, each with the ranks that have copies of it."""
 
-    def __init__(self, boxes: Sequence[tuple[Any, torch.Tensor]], holders: Sequence[tuple[int, ...]]) -> None:
-        """boxes: each ShardedTensor, and the memory with its values. holders: the ranks with copies of each box."""
+    def __init__(self, boxes: Sequence[tuple[Any, torch.Tensor]], owners: Sequence[tuple[int, ...]]) -> None:
+        """boxes: each ShardedTensor, and the memory with its values. owners: the ranks with copies of each box."""
         first, rank = boxes[0][0], _rank()
         super().__init__([local for _, local in boxes], first.global_shape, [tuple(t.global_offset) for t, _ in boxes])
-        self._replicas = [Replica(ranks.index(rank), len(ranks), ranks) for ranks in holders]
+        self._replicas = [Replica(ranks.index(rank), len(ranks), ranks) for ranks in owners]
 
     def replicas(self) -> list[Replica]:
         return self._replicas
@@ -46,10 +46,10 @@ def saved_state(sharded: Any, common: Any, of_all_ranks: Sequence[Sequence[Any]]
     common: all other values.
     of_all_ranks: the ShardedTensors and ShardedObjects of each rank, without data.
     """
-    holders: dict[_BoxKey, list[int]] = {}
+    owners: dict[_BoxKey, list[int]] = {}
     for rank, described in enumerate(of_all_ranks):
         for key in dict.fromkeys(_box_key(entry) for entry in described if isinstance(entry, ShardedTensor)):
-            holders.setdefault(key, []).append(rank)
+            owners.setdefault(key, []).append(rank)
     entries: dict[_BoxKey, Any] = {}
     objects = {}
     for entry in nested_values(sharded):
@@ -64,7 +64,7 @@ def saved_state(sharded: Any, common: Any, of_all_ranks: Sequence[Sequence[Any]]
         tensors.setdefault(entry.key, []).append(box)
     state: dict[str, Any] = {
         "tensors": {
-            key: _ShardedBoxes([(entries[box], memory[box]) for box in boxes], [tuple(holders[box]) for box in boxes])
+            key: _ShardedBoxes([(entries[box], memory[box]) for box in boxes], [tuple(owners[box]) for box in boxes])
             for key, boxes in tensors.items()
         },
         "objects": objects,

@@ -285,13 +285,13 @@ class ModelState:
             return self._with_replica_ranks(value, is_stored_whole)
         return self._with_replica_ranks(value, is_stored_whole, expert_tensor.copies)
 
-    def _with_replica_ranks(self, value: Any, is_stored_whole: bool, holders: Sequence[int] | None = None) -> Any:
+    def _with_replica_ranks(self, value: Any, is_stored_whole: bool, owners: Sequence[int] | None = None) -> Any:
         """Return a tensor with the ranks of its replicas, if neither its type nor the rules for plain arrays determine them.
 
-        holders: the ranks that have the tensor, if not those of the model.
+        owners: the ranks that have the tensor, if not those of the model.
         """
         is_on_all_ranks = isinstance(self._group, str) and self._group == "auto"
-        return with_replica_ranks(value, holders or (None if is_on_all_ranks else model_ranks(self._group)), is_stored_whole)
+        return with_replica_ranks(value, owners or (None if is_on_all_ranks else model_ranks(self._group)), is_stored_whole)
 
 
 def _as_list(optimizer: Any) -> list[Any]:

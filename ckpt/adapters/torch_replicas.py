@@ -21,10 +21,10 @@ class ReplicatedShard(Shard):
         self.tensor = tensor
 
 
-def with_replica_ranks(value: Any, holders: Sequence[int] | None, is_stored_whole: bool = False) -> Any:
+def with_replica_ranks(value: Any, owners: Sequence[int] | None, is_stored_whole: bool = False) -> Any:
     """Return a tensor with the ranks of its replicas, if neither its type nor the rules for plain arrays determine them.
 
-    holders: the ranks that have the tensor; None means all.
+    owners: the ranks that have the tensor; None means all.
     is_stored_whole: whether the replicas may differ, so that the first rank stores all of its replica.
     """
     import torch
@@ -32,12 +32,12 @@ def with_replica_ranks(value: Any, holders: Sequence[int] | None, is_stored_whol
     if not isinstance(value, torch.Tensor):
         return value
     if not hasattr(value, "device_mesh"):
-        if holders is None:
+        if owners is None:
             return value
-        return ReplicatedShard(value, [value], value.shape, [(0,) * value.dim()], tuple(holders), is_stored_whole)
+        return ReplicatedShard(value, [value], value.shape, [(0,) * value.dim()], tuple(owners), is_stored_whole)
     from ckpt.state.leaves import dtensor
 
-    ranks = dtensor.replica_ranks(value, model_ranks("auto") if holders is None else holders)
+    ranks = dtensor.replica_ranks(value, model_ranks("auto") if owners is None else owners)
     parts = [] if ranks is None else dtensor.as_leaf(value).shards() or []
     if ranks is None or not parts:
         return value

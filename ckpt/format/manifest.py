@@ -215,7 +215,7 @@ class Manifest:
                 found.update(zip(keys, locations_of_table(table, self.where), strict=True))
         return found
 
-    def places(self, rank: int | None = None) -> Iterator[tuple[tuple[str, tuple[int, ...], int], tuple[bytes, int]]]:
+    def block_positions(self, rank: int | None = None) -> Iterator[tuple[tuple[str, tuple[int, ...], int], tuple[bytes, int]]]:
         """Yield what each block contains, and its digest and raw length. rank: only blocks in packs that this rank wrote.
 
         What it contains is given by the leaf and the offset of its first piece, and by its raw length.

@@ -10,7 +10,7 @@ from ckpt.format.block_difference import BaseBlock
 from ckpt.saving.block_plan import Block, LeafSpec
 from ckpt.saving.codec_tuner import EncodingTimer, SaveCodecs
 from ckpt.saving.compute_slots import ComputeSlots
-from ckpt.saving.dedup import BlockPlace
+from ckpt.saving.dedup import BlockPosition
 from ckpt.saving.difference_encoder import DifferenceEncoder, DifferenceSource, EncodedDifference
 from ckpt.saving.save_plan import SavePlan
 from ckpt.state.leaves.base import Bytes
@@ -68,12 +68,12 @@ class BlockEncoder:
         encoder = self._differences
         if encoder is None:
             return None
-        place = block_place(block, self._plan.specs)
+        position = block_position(block, self._plan.specs)
         if not encoder.is_automatic:
-            return encoder.encode(place, raw, block.itemsize).result
+            return encoder.encode(position, raw, block.itemsize).result
         if block.codec != "auto" or not self._codecs.try_difference(dtype):
             return None
-        tried = encoder.encode(place, raw, block.itemsize)
+        tried = encoder.encode(position, raw, block.itemsize)
         self._codecs.note_difference(dtype, tried.measured)
         return tried.result
 
@@ -83,9 +83,9 @@ class BlockEncoder:
             self._differences.close()
 
 
-def block_place(block: Block, specs: Sequence[LeafSpec]) -> BlockPlace:
-    """Return the place of a block: what it contains. specs: those of the leaves of the plan."""
+def block_position(block: Block, specs: Sequence[LeafSpec]) -> BlockPosition:
+    """Return the position of a block: what it contains. specs: those of the leaves of the plan."""
     piece = block.pieces[0]
     spec = specs[piece.leaf]
     box = piece.box if spec.global_shape is None else piece.box.moved(spec.offset)
-    return BlockPlace(spec.name, box.offset, block.nbytes)
+    return BlockPosition(spec.name, box.offset, block.nbytes)

@@ -10,13 +10,13 @@ from ckpt.block_io.staging_arena import Region, round_up
 from ckpt.format.digest import checksum, digest_and_cells
 from ckpt.format.manifest_encoding import StoredBlock
 from ckpt.format.pack import PackFile, PackWriter
-from ckpt.saving.block_encoding import BlockEncoder, EncodedBlock, block_place
+from ckpt.saving.block_encoding import BlockEncoder, EncodedBlock, block_position
 from ckpt.saving.block_plan import Block
 from ckpt.saving.buffer_shares import BufferDigests
 from ckpt.saving.changing_leaves import ChangingLeaves
 from ckpt.saving.codec_tuner import SaveCodecs
 from ckpt.saving.compute_slots import ComputeSlots
-from ckpt.saving.dedup import BlockPlace, ContentKey, PreviousBlock, PreviousBlockIndex, PreviousBlocks
+from ckpt.saving.dedup import BlockPosition, ContentKey, PreviousBlock, PreviousBlockIndex, PreviousBlocks
 from ckpt.saving.difference_encoder import DifferenceSource
 from ckpt.saving.nan_guard import NanGuard
 from ckpt.saving.save_plan import SavePlan
@@ -49,8 +49,8 @@ class WrittenBlocks:
     """The rows of the manifest, one for each block, in the order of the plan."""
     blocks: PreviousBlocks
     """The same blocks by digest, to which the next step may refer."""
-    places: dict[BlockPlace, ContentKey]
-    """The block at each place."""
+    positions: dict[BlockPosition, ContentKey]
+    """The block at each position."""
     referenced_packs: set[str]
     """The packs of earlier steps to which rows refer."""
     packs: list[PackFile]
@@ -146,5 +146,7 @@ def join_written(plan: SavePlan, writers: Iterable[BlockWriter], packs: list[Pac
         blocks.update(writer.blocks)
         referenced |= writer.referenced_packs
     ordered = [rows[number] for number in range(len(plan.blocks))]
-    places = {block_place(block, plan.specs): (row.digest, row.raw) for block, row in zip(plan.blocks, ordered, strict=True)}
-    return WrittenBlocks(rows=ordered, blocks=blocks, places=places, referenced_packs=referenced, packs=packs)
+    positions = {
+        block_position(block, plan.specs): (row.digest, row.raw) for block, row in zip(plan.blocks, ordered, strict=True)
+    }
+    return WrittenBlocks(rows=ordered, blocks=blocks, positions=positions, referenced_packs=referenced, packs=packs)

@@ -44,8 +44,8 @@ ContentKey = tuple[bytes, int]
 PreviousBlocks = dict[ContentKey, PreviousBlock]
 
 
-class BlockPlace(NamedTuple):
-    """What a block contains, so that the block of the next step with the same place is probably similar."""
+class BlockPosition(NamedTuple):
+    """What a block contains, so that the block of the next step with the same position is probably similar."""
 
     leaf: str
     """The name of its first leaf."""
@@ -61,8 +61,8 @@ class StepBlocks(NamedTuple):
     blocks: PreviousBlocks
     packs: dict[str, int]
     """The bytes of each pack of the step, by name."""
-    places: Mapping[BlockPlace, ContentKey] = MappingProxyType({})
-    """The block at each place."""
+    positions: Mapping[BlockPosition, ContentKey] = MappingProxyType({})
+    """The block at each position."""
 
 
 def referable_blocks(newest_first: Sequence[StepBlocks], copies: int) -> StepBlocks:

@@ -1,4 +1,4 @@
-"""Encodes blocks as differences to the last full block at the same place, where that pays.
+"""Encodes blocks as differences to the last full block at the same position, where that pays.
 
 docs/design/differences.md describes the design. A base is read from the store again and verified. It is read through the page
 cache, which keeps it for the next saves while the host has free memory. Each writer thread needs memory for four blocks.
@@ -26,7 +26,7 @@ from ckpt.format.difference_choice import MAX_AUTOMATIC_FRACTION
 from ckpt.format.manifest import Row
 from ckpt.format.pack import step_of_file
 from ckpt.saving.changing_leaves import REMEMBERED_REPOSITORIES
-from ckpt.saving.dedup import BlockPlace, StepBlocks
+from ckpt.saving.dedup import BlockPosition, StepBlocks
 from ckpt.saving.difference_speeds import DifferenceMeasurement
 from ckpt.state.boxes import Box
 from ckpt.state.leaves.base import Bytes
@@ -109,44 +109,49 @@ class TriedDifference(NamedTuple):
     """None if the block has no base, or none that can be read."""
 
 
-class PlaceHistory:
-    """What earlier saves of one repository and rank found at each place. A process keeps it. Safe to use from many threads."""
+class DifferenceHistory:
+    """What earlier saves of one repository and rank found at each position. A process keeps it.
+
+    Safe to use from many threads.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         """Guards the following attributes."""
-        self._ranges: dict[BlockPlace, int] = {}
-        """The number of the range of steps in which even the difference to the last value did not pay, by place."""
-        self._bases_read: dict[BlockPlace, bytes] = {}
-        """The digest of the base that was read last, by place."""
+        self._ranges: dict[BlockPosition, int] = {}
+        """The number of the range of steps in which even the difference to the last value did not pay, by position."""
+        self._bases_read: dict[BlockPosition, bytes] = {}
+        """The digest of the base that was read last, by position."""
 
-    def is_unrelated(self, place: BlockPlace, number: int) -> bool:
-        """Return whether a difference at this place did not pay in the range of this number, so that no base is read."""
+    def is_unrelated(self, position: BlockPosition, number: int) -> bool:
+        """Return whether a difference at this position did not pay in the range of this number, so that no base is read."""
         with self._lock:
-            return self._ranges.get(place) == number
+            return self._ranges.get(position) == number
 
-    def note_unrelated(self, place: BlockPlace, number: int) -> None:
-        """Record that the difference at this place did not pay in the range of this number."""
+    def note_unrelated(self, position: BlockPosition, number: int) -> None:
+        """Record that the difference at this position did not pay in the range of this number."""
         with self._lock:
-            self._ranges[place] = number
+            self._ranges[position] = number
 
-    def note_base_read(self, place: BlockPlace, base: BaseBlock) -> bool:
+    def note_base_read(self, position: BlockPosition, base: BaseBlock) -> bool:
         """Record that a base is read; return whether the one that was read before is the same, so that a cache may have it."""
         with self._lock:
-            before, self._bases_read[place] = self._bases_read.get(place), base.digest
+            before, self._bases_read[position] = self._bases_read.get(position), base.digest
         return before == base.digest
 
 
-_remembered: dict[tuple[str, int], PlaceHistory] = {}
+_remembered: dict[tuple[str, int], DifferenceHistory] = {}
 call_in_forked_child(_remembered.clear)
 _registry_lock = fork_safe_lock()
 """Guards `_remembered`."""
 
 
-def place_history_of(url_and_rank: tuple[str, int]) -> PlaceHistory:
+def difference_history_of(url_and_rank: tuple[str, int]) -> DifferenceHistory:
     """Return the history of this rank and this URL; only the last few repositories are remembered."""
     with _registry_lock:
-        found = _remembered[url_and_rank] = _remembered.pop(url_and_rank) if url_and_rank in _remembered else PlaceHistory()
+        found = _remembered[url_and_rank] = (
+            _remembered.pop(url_and_rank) if url_and_rank in _remembered else DifferenceHistory()
+        )
         while len(_remembered) > REMEMBERED_REPOSITORIES:
             del _remembered[next(iter(_remembered))]
         return found
@@ -161,17 +166,17 @@ class DifferenceSource:
     step: int
     full_every: int
     previous: StepBlocks
-    history: PlaceHistory
+    history: DifferenceHistory
     compute_slot: Callable[[], AbstractContextManager[object]]
     """A context that is entered while this computes and does not wait for the store."""
     is_automatic: bool = False
     """Whether `auto` decides for each block if it is tried. Then a difference must halve the stored bytes."""
 
-    def base_at(self, place: BlockPlace, width: int) -> BaseBlock | None:
-        """Return the base for the block at a place; None if there is none, or no difference is expected to pay."""
-        if self.history.is_unrelated(place, self.step // self.full_every):
+    def base_at(self, position: BlockPosition, width: int) -> BaseBlock | None:
+        """Return the base for the block at a position; None if there is none, or no difference is expected to pay."""
+        if self.history.is_unrelated(position, self.step // self.full_every):
             return None
-        key = self.previous.places.get(place)
+        key = self.previous.positions.get(position)
         block = None if key is None else self.previous.blocks.get(key)
         if key is None or block is None:
             return None
@@ -179,10 +184,10 @@ class DifferenceSource:
         is_usable = is_usable_base(step_of_file(found.pack), self.step, self.full_every)
         return found._replace(width=width) if is_usable else None
 
-    def note_unrelated(self, place: BlockPlace, base: BaseBlock) -> None:
-        """Record that the difference to this base did not pay. It counts only if the base is the last value at its place."""
-        if self.previous.places[place] == (base.digest, place.nbytes):
-            self.history.note_unrelated(place, self.step // self.full_every)
+    def note_unrelated(self, position: BlockPosition, base: BaseBlock) -> None:
+        """Record that the difference to this base did not pay. It counts only if the base is the last value at its position."""
+        if self.previous.positions[position] == (base.digest, position.nbytes):
+            self.history.note_unrelated(position, self.step // self.full_every)
 
 
 class DifferenceEncoder:
@@ -199,18 +204,18 @@ class DifferenceEncoder:
         """Whether `auto` decides for each block if it is tried."""
         return self._source.is_automatic
 
-    def encode(self, place: BlockPlace, raw: Bytes, itemsize: int) -> TriedDifference:
-        """Compute the difference of a block to the full block at its place, and encode it.
+    def encode(self, position: BlockPosition, raw: Bytes, itemsize: int) -> TriedDifference:
+        """Compute the difference of a block to the full block at its position, and encode it.
 
         itemsize: bytes of an element of the block.
         """
         source, width = self._source, difference_width(itemsize, len(raw))
-        base = source.base_at(place, width) if len(raw) >= _MIN_BYTES else None
+        base = source.base_at(position, width) if len(raw) >= _MIN_BYTES else None
         if base is None:
             return TriedDifference(None, None)
         processor, began = time.thread_time(), time.perf_counter()
-        was_read = source.history.note_base_read(place, base)
-        if (base_data := self._read(place, base)) is None:
+        was_read = source.history.note_base_read(position, base)
+        if (base_data := self._read(position, base)) is None:
             return TriedDifference(None, None)
         base_seconds = time.perf_counter() - began if was_read else None
         with source.compute_slot():
@@ -224,24 +229,24 @@ class DifferenceEncoder:
         measured = DifferenceMeasurement(len(raw), len(stored), time.thread_time() - processor, base_seconds)
         most = MAX_AUTOMATIC_FRACTION if source.is_automatic else MAX_DIFFERENCE_FRACTION
         if not difference_pays(DifferenceSize(len(raw), base.stored, len(stored)), most):
-            source.note_unrelated(place, base)
+            source.note_unrelated(position, base)
             return TriedDifference(None, measured)
         return TriedDifference(EncodedDifference(base, config, stored), measured)
 
-    def _read(self, place: BlockPlace, base: BaseBlock) -> Bytes | None:
+    def _read(self, position: BlockPosition, base: BaseBlock) -> Bytes | None:
         """Return the raw base; None if it is damaged or can't be read now, so that the block is stored in full."""
         nothing = Box((), ())
         row = Row(
-            leaf=place.leaf,
+            leaf=position.leaf,
             dtype="uint8",
             global_shape=(),
             box=nothing,
             pack=base.pack,
             position=base.position,
             stored=base.stored,
-            raw=place.nbytes,
+            raw=position.nbytes,
             start=0,
-            nbytes=place.nbytes,
+            nbytes=position.nbytes,
             codec=base.codec,
             digest=base.digest,
             checksum=base.checksum,

@@ -14,7 +14,7 @@ from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.damage_registry import damaged_steps
 from ckpt.repository.repository import Repository
 from ckpt.saving.changing_leaves import REMEMBERED_REPOSITORIES
-from ckpt.saving.dedup import BlockPlace, PreviousBlock, PreviousBlocks, StepBlocks, referable_blocks
+from ckpt.saving.dedup import BlockPosition, PreviousBlock, PreviousBlocks, StepBlocks, referable_blocks
 from ckpt.saving.lineage import Lineage
 from ckpt.storage.base.errors import CkptError
 from ckpt.storage.base.forks import fork_safe_lock
@@ -117,8 +117,8 @@ class PreviousSteps:
         for key, at in manifest.blocks(mine).items():
             verified = PreviousBlock(*at, is_verified=True)
             blocks[key] = verified if any(earlier.get(key) == verified for earlier in before) else PreviousBlock(*at)
-        places = {BlockPlace(*place): key for place, key in manifest.places(mine)}
-        return StepBlocks(blocks, {f.name: f.nbytes for f in checkpoint.commit.packs}, places)
+        positions = {BlockPosition(*position): key for position, key in manifest.block_positions(mine)}
+        return StepBlocks(blocks, {f.name: f.nbytes for f in checkpoint.commit.packs}, positions)
 
     def _previous_checkpoint(self, lineage: Lineage) -> Checkpoint | None:
         """Return the step from which the next save continues, or None."""

@@ -279,7 +279,7 @@ def require_equal_samples(ranks_by_texts: Mapping[tuple[str, str], Sequence[int]
         )
 
 
-def _differing_ranks_text(holders: Collection[Sequence[int]]) -> str:
+def _differing_ranks_text(owners: Collection[Sequence[int]]) -> str:
     """Return a text that names the ranks whose bytes differ from those of the first rank."""
-    first, *others = sorted(sorted(ranks) for ranks in holders)
+    first, *others = sorted(sorted(ranks) for ranks in owners)
     return f"{ranks_text(sorted(rank for ranks in others for rank in ranks))} than on {ranks_text(first)}"

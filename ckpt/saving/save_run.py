@@ -24,7 +24,7 @@ from ckpt.saving.committer import Committer
 from ckpt.saving.compute_slots import ComputeSlots
 from ckpt.saving.dedup import PreviousBlockIndex, StepBlocks
 from ckpt.saving.deferred_blocks import DeferredBlocks, find_deferred_blocks
-from ckpt.saving.difference_encoder import DifferenceSource, newest_step, place_history_of
+from ckpt.saving.difference_encoder import DifferenceSource, difference_history_of, newest_step
 from ckpt.saving.failure_reports import lacks_space
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.nan_guard import NanGuard
@@ -307,7 +307,7 @@ class SaveRun:
             full_every = automatic_range(plan.step, newest_step(previous.packs), None if keep is None else keep.every)
             if full_every is None:
                 return None
-        history = place_history_of(self._session.url_and_rank)
+        history = difference_history_of(self._session.url_and_rank)
         return DifferenceSource(
             store=self._store,
             algorithm=plan.algorithm,
@@ -345,7 +345,7 @@ class SaveRun:
     def _clean_up_after_commit(self, checkpoint: Checkpoint, written: WrittenBlocks) -> None:
         """After the commit: remember the blocks to which the next step may refer, and delete files that no step needs."""
         plan, commit, options = self._plan, checkpoint.commit, self._options
-        step_blocks = StepBlocks(written.blocks, {f.name: f.nbytes for f in commit.packs}, written.places)
+        step_blocks = StepBlocks(written.blocks, {f.name: f.nbytes for f in commit.packs}, written.positions)
         self._session.remember_blocks(self._attempt, plan.algorithm, step_blocks, options.copies)
         log.info(
             "saved step %d to %s: %.3f GB, %.3f GB written, %.2f s",

@@ -75,29 +75,29 @@ def _division(mesh: Any, placements: tuple[Any, ...]) -> str:
     return f"mesh {mesh_digest:016x} {splits}"
 
 
-def replica_ranks(value: Any, holders: Collection[int]) -> tuple[int, ...] | None:
+def replica_ranks(value: Any, owners: Collection[int]) -> tuple[int, ...] | None:
     """Return the ranks that have copies of this rank's shard of a DTensor if some are outside of its mesh, else None.
 
-    holders: the ranks that have the tensor.
+    owners: the ranks that have the tensor.
 
     Ranks outside of the mesh have the tensor on sibling meshes, made by slicing the same root mesh along the same axes. That
     happens under FSDP2 with tensor parallelism, to a parameter that tensor parallelism does not shard. None also where no root
-    mesh is known that contains all holders.
+    mesh is known that contains all owners.
     """
     mesh = value.device_mesh
     mesh_ranks = set(mesh.mesh.reshape(-1).tolist())
     root = _root_mesh(mesh)
-    if mesh.get_coordinate() is None or root is None or mesh_ranks.issuperset(holders):
+    if mesh.get_coordinate() is None or root is None or mesh_ranks.issuperset(owners):
         return None
     coordinates = {int(root.mesh[at]): at for at in itertools.product(*map(range, root.mesh.shape))}
-    if not mesh_ranks.issubset(coordinates) or not coordinates.keys() >= set(holders):
+    if not mesh_ranks.issubset(coordinates) or not coordinates.keys() >= set(owners):
         return None
     varied = [axis for axis in range(root.mesh.ndim) if len({coordinates[rank][axis] for rank in mesh_ranks}) > 1]
     if len(mesh_ranks) != math.prod(root.mesh.shape[axis] for axis in varied):
         return None  # the mesh is not a slice of the root mesh along whole axes
     replica_ranks_here = _replica(mesh, tuple(mesh.get_coordinate()), tuple(value.placements)).ranks or ()
     replica_coordinates = {tuple(coordinates[rank][axis] for axis in varied) for rank in replica_ranks_here}
-    return tuple(sorted(r for r in holders if tuple(coordinates[r][axis] for axis in varied) in replica_coordinates))
+    return tuple(sorted(r for r in owners if tuple(coordinates[r][axis] for axis in varied) in replica_coordinates))
 
 
 def _root_mesh(mesh: Any) -> Any:

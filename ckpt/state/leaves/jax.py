@@ -114,9 +114,9 @@ class JaxShards(ShardedLeaf):
         for shard in self._data.addressable_shards:
             box = _box_of_index(shard.index, shape)
             if box not in parts:
-                holders = processes_by_box[box]
+                owners = processes_by_box[box]
                 parts[box] = LeafShard(
-                    _HostShard(np.asarray(shard.data)), box, Replica(holders.index(mine), len(holders), holders)
+                    _HostShard(np.asarray(shard.data)), box, Replica(owners.index(mine), len(owners), owners)
                 )
         attributes = _attributes(self._data, self._key)
         dtype = np.dtype(self._data.dtype)
