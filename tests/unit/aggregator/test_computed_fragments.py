@@ -21,6 +21,8 @@ from ckpt.aggregator.placement.erasure import ErasureCode
 from ckpt.aggregator.records.file_record import FileLayout, Fragment, MemberObject, fragment_bytes
 from ckpt.storage.base.errors import IntegrityError
 
+pytestmark = pytest.mark.slow
+
 Arrays = Mapping[int, np.ndarray]
 PATH = "d/f4"
 

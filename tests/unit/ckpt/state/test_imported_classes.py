@@ -51,6 +51,7 @@ def _loaded(name: str, kind: str = "dataclass", fields: tuple[str, ...] = ("a",)
     return rebuild({kind: [1], "fields": list(fields), "class": name}, None)()  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["lazy:Part", "lazy:Part.Inner", "concurrent.futures:ProcessPoolExecutor"])
 def test_a_load_imports_no_module_for_a_class_of_a_file(tmp_path: Path, module: str) -> None:
     """The attributes of these modules are imported at their first use."""
