@@ -13,7 +13,7 @@ from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import Repository
 from ckpt.storage.base.errors import IntegrityError
 from ckpt.storage.base.failpoints import failpoint
-from ckpt.storage.base.plural import format_count
+from ckpt.storage.base.plural import first_few, format_count
 from ckpt.tools import common
 from ckpt.tools.atomic_destination import atomic_destination, check_destination, make_durable
 from ckpt.tools.command_options import gather_options
@@ -143,7 +143,7 @@ def command(
         nbytes = make_durable(temporary)
         failpoint("restore.written")
     if raw:
-        listed = ", ".join(printable(name) for name in raw[:5]) + (f" and {len(raw) - 5} more" if len(raw) > 5 else "")
+        listed = first_few([printable(name) for name in raw], 5)
         click.echo(f"{chosen} lacks the types of {listed}: they are stored as plain integers, see --help", err=True)
     if model is not None and hf_options.config is None:
         click.echo(f"{dest} has no {model.config_name}, which from_pretrained needs: copy it there, or give --config", err=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ckpt.errors import MAX_NAMED_LEAVES, LeafMismatch
+from ckpt.errors import LeafMismatch
 from ckpt.state.tree import Node
 from ckpt.storage.base.errors import CkptError
 
@@ -35,12 +35,6 @@ def refused_state(like: object, path: str, where: str, error: Exception) -> Leaf
         f"leaf {path or '(root)'}: {kind} refused the state of {where} ({reason}); construct it as it was when saved, or leave "
         "it out of `like`"
     )
-
-
-def first_few(names: list[str]) -> str:
-    """Return the first MAX_NAMED_LEAVES names, and how many more there are."""
-    more = len(names) - MAX_NAMED_LEAVES
-    return ", ".join(names[:MAX_NAMED_LEAVES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _with_article(name: str) -> str:

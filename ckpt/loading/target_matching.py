@@ -13,11 +13,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from ckpt.block_io.read_plan import Target
-from ckpt.errors import DAMAGE_ADVICE, FormatError, LeafMismatch, LeafNotFound
+from ckpt.errors import DAMAGE_ADVICE, MAX_NAMED_LEAVES, FormatError, LeafMismatch, LeafNotFound
 from ckpt.format.dtype_text import plain_dtype
 from ckpt.format.manifest import Saved, require_whole_leaf
 from ckpt.loading.finish_functions import Finish, dataclass_like, fill_scalar, finish_once, tuple_like
-from ckpt.loading.mismatch_errors import first_few, kind_mismatch, naming_leaf, refused_state
+from ckpt.loading.mismatch_errors import kind_mismatch, naming_leaf, refused_state
 from ckpt.state.alias_notes import RANK_ALIAS, AliasNote, read_alias_notes
 from ckpt.state.leaves import as_leaf, empty_leaf
 from ckpt.state.leaves.base import ArrayLeaf
@@ -31,6 +31,7 @@ from ckpt.state.torch_keys import has_named_parameters, mismatched_keys
 from ckpt.state.tree import Node, PerRank, flatten, join_path
 from ckpt.state.tree_rebuild import TreeError, decode_key, empty_dict, rebuild
 from ckpt.storage.base.errors import IntegrityError
+from ckpt.storage.base.plural import first_few
 
 log = logging.getLogger("ckpt")
 
@@ -331,8 +332,9 @@ class TargetMatcher:
         if self._selector is not None:
             loaded_keys |= current.keys()
         missing, unknown = mismatched_keys(module, current.keys(), loaded_keys)
-        differences = [f"{self._where} lacks {first_few(missing)} of `like`"] * bool(missing)
-        differences += [f"`like` lacks {first_few(unknown)}" + (f" of {self._where}" if not missing else "")] * bool(unknown)
+        differences = [f"{self._where} lacks {first_few(missing, MAX_NAMED_LEAVES)} of `like`"] * bool(missing)
+        of_step = "" if missing else f" of {self._where}"
+        differences += [f"`like` lacks {first_few(unknown, MAX_NAMED_LEAVES)}{of_step}"] * bool(unknown)
         if differences:
             raise LeafMismatch(
                 f"leaf {path or '(root)'}: {', and '.join(differences)}; build {type(module).__name__} as saved, or use "

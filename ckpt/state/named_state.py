@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckpt.errors import MAX_NAMED_LEAVES
+from ckpt.storage.base.plural import first_few
+
 
 def require_saved_names(state: object, saved: object, kind: str) -> None:
     """Raise ValueError if nested dicts of a state and of a step have different names.
@@ -13,8 +16,8 @@ def require_saved_names(state: object, saved: object, kind: str) -> None:
     kind: the type of the object, for the message.
     """
     missing, unknown = list(_names_besides(state, saved)), list(_names_besides(saved, state))
-    differences = [f"the step lacks {_first_few(missing)}"] * bool(missing)
-    differences += [f"the step has {_first_few(unknown)} besides"] * bool(unknown)
+    differences = [f"the step lacks {first_few(missing, MAX_NAMED_LEAVES)}"] * bool(missing)
+    differences += [f"the step has {first_few(unknown, MAX_NAMED_LEAVES)} besides"] * bool(unknown)
     if differences:
         raise ValueError(f"{' and '.join(differences)}, unlike the {kind} of `like`: build it as it was when saved")
 
@@ -29,7 +32,3 @@ def _names_besides(value: object, other: object, path: str = "") -> Iterator[str
             yield from _names_besides(child, other[key], name)
         else:
             yield name
-
-
-def _first_few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

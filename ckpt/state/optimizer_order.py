@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+from ckpt.errors import MAX_NAMED_LEAVES
 from ckpt.state.optimizer_names import NamedModules, ParameterNames, groups_of, names_by_group, parameter_names
 from ckpt.state.torch_keys import has_named_parameters
 from ckpt.state.tree import Node, PerRank, encode_key, join_path
 from ckpt.state.tree_rebuild import decode_key
+from ckpt.storage.base.plural import first_few
 
 
 def modules_in(state: object, path: str = "", above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -54,8 +56,8 @@ def new_numbers(saved: ParameterNames, current: ParameterNames) -> list[int] | N
         if common := set(old) & set(new):
             if len(common) < len(old):
                 raise ParametersMismatch(
-                    f"it was saved for {_first_few(set(old) - common)}, for which `like` has "
-                    f"{_first_few(set(new) - common)}; construct it with "
+                    f"it was saved for {_first_few_sorted(set(old) - common)}, for which `like` has "
+                    f"{_first_few_sorted(set(new) - common)}; construct it with "
                     "the saved parameters"
                 )
             numbers = {name: number for number, name in enumerate(new)}
@@ -82,9 +84,8 @@ def new_groups(saved: Sequence[Collection[int]], current: Sequence[Collection[in
     return found
 
 
-def _first_few(names: Collection[str]) -> str:
-    first = sorted(names)
-    return ", ".join(first[:3]) + (f" and {len(first) - 3} more" if len(first) > 3 else "")
+def _first_few_sorted(names: Collection[str]) -> str:
+    return first_few(sorted(names), MAX_NAMED_LEAVES)
 
 
 # --- the saved state as a node ---------------------------------------------------------------------------------
