@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from helpers.nodes import directories, node_processes, nodes_config
+from helpers.mount_trees import namespace as namespace
+from helpers.mount_trees import tree as tree
+from helpers.nodes import node_processes, nodes_config
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance.scrub import scrub_namespace
@@ -20,18 +21,6 @@ from ckpt.storage.testing import random_bytes
 from ckpt.tools.mount_operations import MountOperations
 
 _MIB = 1 << 20
-
-
-@pytest.fixture
-def namespace(tmp_path: Path) -> Iterator[Namespace]:
-    made = Namespace(directories(tmp_path, 3, redundancy="2x"))
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def tree(namespace: Namespace) -> MountOperations:
-    return MountOperations(namespace, "")
 
 
 def written(tree: MountOperations, path: str, data: bytes, flags: int = 0) -> int:

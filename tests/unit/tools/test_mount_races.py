@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers.nodes import directories
+from helpers.mount_trees import namespace as namespace
+from helpers.mount_trees import tree as tree
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.storage.base.errors import Unavailable
 from ckpt.tools.mount_operations import MountOperations
 
 Change = Callable[[MountOperations], None]
-
-
-@pytest.fixture
-def namespace(tmp_path: Path) -> Iterator[Namespace]:
-    made = Namespace(directories(tmp_path, 3, redundancy="2x"))
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def tree(namespace: Namespace) -> MountOperations:
-    return MountOperations(namespace, "")
 
 
 def store(tree: MountOperations, path: str, data: bytes, position: int = 0) -> None:
