@@ -1,7 +1,8 @@
 """Where `ckpt-restore` writes: a temporary path, which gets the name of the destination at the end, or is removed.
 
-A command that is killed leaves the destination as it was, and hidden files or a hidden folder beside it. Only a kill between
-the two renames that replace a folder leaves no destination: the old folder and the new one are complete, under hidden names.
+If the command is killed, the destination stays as it was, and the temporary file or folder remains beside it, under a hidden
+name. There is one exception: a folder is replaced by two renames. After a kill between them, the destination is missing, and
+the old and the new folder are complete, both under hidden names.
 """
 
 from __future__ import annotations

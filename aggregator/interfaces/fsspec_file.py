@@ -81,6 +81,14 @@ def raise_unless_missing(error: OSError) -> None:
         raise error
 
 
+def _commit_or_discard(path: str, commit: Callable[[], object], discard: Callable[[], object]) -> None:
+    try:
+        call_with_os_errors(path, commit)
+    except BaseException:
+        discard()
+        raise
+
+
 @dataclass(frozen=True, slots=True)
 class DeferredFile:
     """A file that was written in a transaction of fsspec, which publishes or discards it at its end."""
@@ -90,11 +98,7 @@ class DeferredFile:
 
     def commit(self) -> None:
         """Make the file visible. Raises OSError."""
-        try:
-            call_with_os_errors(self.path, self.writer.commit)
-        except BaseException:
-            self.writer.abort()
-            raise
+        _commit_or_discard(self.path, self.writer.commit, self.writer.abort)
 
     def discard(self) -> None:
         """Discard the written data."""
@@ -157,11 +161,7 @@ class CkptFile(AbstractBufferedFile):  # type: ignore[misc]
 
     def commit(self) -> None:
         """Make the written data visible. Raises OSError."""
-        try:
-            call_with_os_errors(self.path, self._commit_writer)
-        except BaseException:
-            self._abort_writer()
-            raise
+        _commit_or_discard(self.path, self._commit_writer, self._abort_writer)
 
     def _commit_writer(self) -> None:
         assert self._writer is not None

@@ -19,7 +19,6 @@ from ckpt.recovery.goodput.ledger import (
 )
 from ckpt.recovery.goodput.time_category import TimeCategory
 from ckpt.recovery.run_log.agent_reports import LOST_SECONDS, AgentReport
-from ckpt.recovery.run_log.base import LogEntry
 from ckpt.recovery.run_log.entry_facts import LeadFacts, facts_of
 from ckpt.recovery.run_log.run_state import RunState
 from ckpt.storage.base.fd_io import describe_os_error
@@ -110,7 +109,9 @@ class TimeAccounting:
         """Return when this ledger begins, by CLOCK_MONOTONIC; None: with this process, which has begun the run."""
         if self._single_host:
             return None
-        leads = self._leads_of_run()
+        leads = [
+            entry for entry in takewhile(lambda entry: entry.kind != "run", reversed(self._log.entries)) if entry.kind == "lead"
+        ]
         leaders = [facts_of(entry, LeadFacts).name for entry in leads]
         ledgers = {name: _read_spans(self._folder / ledger_file_name(name)) for name in set(leaders)}
         ends = {name: lines[-1].at for name, lines in ledgers.items() if lines and lines[-1].at >= leads[-1].at}
@@ -120,12 +121,6 @@ class TimeAccounting:
         if is_folder_shared or has_led_before:
             return min(now, now - (time.time() - max(ends.values())))
         return now - self._coordinator.silent_seconds(leaders[1]) if len(leads) > 1 else None
-
-    def _leads_of_run(self) -> list[LogEntry]:
-        """Return the entries of the agents that have led this run, the newest first."""
-        return [
-            entry for entry in takewhile(lambda entry: entry.kind != "run", reversed(self._log.entries)) if entry.kind == "lead"
-        ]
 
 
 def _read_spans(path: Path) -> list[LedgerSpan]:
