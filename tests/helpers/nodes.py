@@ -19,6 +19,7 @@ from ckpt.aggregator.cluster.config import NamespaceConfig, config_from_table
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.storage.member.device import Device
 from ckpt.storage.node.server import NodeOptions, NodeServer
+from helpers.processes import stop
 
 
 class LocalNode:
@@ -85,9 +86,10 @@ class NodeProcess:
 
     def signal(self, number: int) -> None:
         """Send a signal; with SIGSTOP, return only once every thread is stopped."""
-        self.process.send_signal(number)
         if number == signal.SIGSTOP:
-            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            stop(self.process.pid)
+        else:
+            self.process.send_signal(number)
 
     def stopped(self) -> bool:
         """Return whether the process is stopped by SIGSTOP."""

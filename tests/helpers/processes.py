@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from helpers.folders import PROGRAMS, TESTS
@@ -49,6 +52,25 @@ def wait_until_stopped(process: subprocess.Popen[str]) -> None:
     found = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
     assert found is not None
     assert found.si_code == os.CLD_STOPPED, f"it ended before it stopped: {process.communicate()[1]}"
+
+
+def stop(pid: int) -> None:
+    """Send SIGSTOP, and return once every thread of the process is stopped, or the process has ended.
+
+    On a busy machine a thread may run on for a while: the signal takes effect when the thread that gets it runs.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: not set(_thread_states(pid)) - set("TtZX"), f"process {pid} is stopped")
+
+
+def _thread_states(pid: int) -> list[str]:
+    """Return the states of the threads of a process, as in proc(5); none if it has ended."""
+    states = []
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                states.append((thread / "stat").read_text().rpartition(")")[2].split()[0])
+    return states
 
 
 class Killer:

@@ -11,6 +11,7 @@ from itertools import pairwise
 import pytest
 from helpers.host_runs import ENGINES, Job, leader_of, starts
 from helpers.host_runs import job as job
+from helpers.processes import stop
 
 from ckpt.recovery.goodput.ledger import read_ledgers, total_seconds_by_category
 
@@ -32,7 +33,7 @@ def test_every_second_is_accounted_when_the_leader_is_stopped(job: Callable[...,
         run.start(name)
     run.until_step(5)
     leader = leader_of(run.log())
-    os.kill(run.agents[leader].pid, signal.SIGSTOP)
+    stop(run.agents[leader].pid)
     run.until(lambda log: leader_of(log) != leader, "led by another")
     time.sleep(1)  # the new leader writes lines, too
     os.kill(run.agents[leader].pid, signal.SIGCONT)

@@ -12,7 +12,7 @@ from helpers.etcd_server import needs_etcd
 from helpers.host_runs import ENGINES, ETCD, Job, OnHosts, answers, assert_result, leader_of, starts
 from helpers.host_runs import job as job
 from helpers.network_namespaces import hosts_on_a_wire
-from helpers.processes import SOAK, until
+from helpers.processes import SOAK, stop, until
 from helpers.runs import have_ended
 
 
@@ -92,7 +92,7 @@ def test_a_stopped_agent_that_continues_becomes_a_spare(job: Callable[..., Job],
     run.until_step(12)
     victim = starts(run.log())[0][place]
     ranks = [run.pid(2 * place), run.pid(2 * place + 1)]
-    os.kill(run.agents[victim].pid, signal.SIGSTOP)
+    stop(run.agents[victim].pid)
     run.until(lambda log: len(starts(log)) >= 2, "continued")
     assert have_ended(ranks)
     assert "its ranks are ended: the other hosts continue without this host" in run.messages(victim)

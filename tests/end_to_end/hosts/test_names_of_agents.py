@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from helpers.host_runs import ETCD, Job, assert_result
 from helpers.host_runs import job as job
-from helpers.processes import wait_until_stopped
+from helpers.processes import stop, wait_until_stopped
 
 
 def _start_another(run: Job) -> subprocess.Popen[str]:
@@ -76,7 +76,7 @@ def test_a_stopped_agent_whose_name_was_taken_ends_when_it_continues(job: Callab
     for name in "ab":
         run.start(name)
     run.until_step(12)
-    os.kill(run.agents["a"].pid, signal.SIGSTOP)
+    stop(run.agents["a"].pid)
     first = _start_another(run)
     try:
         run.until_step(30, attempt=1)

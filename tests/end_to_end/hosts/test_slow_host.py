@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from helpers.host_runs import starts
 from helpers.memory_runs import InMemory, failures, job, memory_server_pids
+from helpers.processes import stop
 
 from ckpt.recovery.ranks import processes
 from ckpt.recovery.run_log.base import LogEntry
@@ -32,7 +33,7 @@ def test_a_job_waits_for_the_steps_in_the_memory_of_a_stopped_host(job: Callable
     killed, slow = starts(run.log())[0]
     stopped = processes_of(run, slow)
     for pid in stopped:
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
     run.agents[killed].kill()
 
     def waits_or_continued(log: list[LogEntry]) -> bool:

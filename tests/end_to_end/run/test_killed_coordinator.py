@@ -17,7 +17,7 @@ from helpers.faulty_runs import MARK, RUN, Starter, assert_ends_well
 from helpers.faulty_runs import start as start
 from helpers.host_runs import Job, assert_result, leader_of, starts
 from helpers.host_runs import job as job
-from helpers.processes import SOAK, until
+from helpers.processes import SOAK, stop, until
 from helpers.runs import RANKS, memory_folder_of
 
 from ckpt.recovery.ranks import processes
@@ -71,7 +71,7 @@ def test_ranks_continue_while_ckpt_run_is_stopped(start: Starter) -> None:
     """The run ends well after ckpt-run continues."""
     run = start("--hang", "1", steps=80)
     run.until_step(5)
-    run.process.send_signal(signal.SIGSTOP)
+    stop(run.process.pid)
     run.until_step(60)
     run.process.send_signal(signal.SIGCONT)
     assert_ends_well(run, 80)

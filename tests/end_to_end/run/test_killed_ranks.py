@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.processes import SOAK
+from helpers.processes import SOAK, stop
 from helpers.runs import RANKS, Run, assert_result, kill_ranks
 from helpers.runs import start as start
 
@@ -73,7 +73,7 @@ def test_a_job_is_restarted_after_all_ranks_are_killed_twice(start: Callable[...
 def test_a_job_is_restarted_after_a_stopped_rank(start: Callable[..., Run]) -> None:
     run = start(seconds=0.03)
     run.until_step(12)
-    os.kill(run.pid(1), signal.SIGSTOP)
+    stop(run.pid(1))
     assert run.end() == 0, run.messages
     assert_result(run)
     assert run.failures() == [("stopped", [1])]

@@ -22,7 +22,7 @@ from helpers.faulty_runs import assert_no_process_is_left as assert_no_process_i
 from helpers.flipped_bits import flip_bit
 from helpers.folders import PROGRAMS, fast_folder
 from helpers.nodes import NodeProcess
-from helpers.processes import SOAK, free_port, until
+from helpers.processes import SOAK, free_port, stop, until
 from helpers.runs import RANKS, assert_no_memory_is_left, assert_result
 from helpers.whole_namespaces import require_whole
 
@@ -104,7 +104,7 @@ class LongRun:
 
     def stop_rank(self) -> None:
         pid = self.run.pid(self._draw.randrange(RANKS))
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         time.sleep(self._draw.uniform(0.1, 2))
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)

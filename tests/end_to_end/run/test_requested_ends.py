@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.processes import until
+from helpers.processes import stop, until
 from helpers.runs import RANKS, Run, assert_result, have_ended
 from helpers.runs import start as start
 
@@ -47,7 +47,7 @@ def test_a_frozen_and_thawed_host_has_no_hang(start: Callable[..., Run]) -> None
     run.until_step(12)
     pids = [run.process.pid, *(run.pid(rank) for rank in range(RANKS))]
     for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
     time.sleep(4)
     for pid in pids:  # ckpt-run first, so that it polls the ranks before their next heartbeat
         os.kill(pid, signal.SIGCONT)

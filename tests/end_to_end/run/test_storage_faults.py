@@ -15,7 +15,7 @@ from helpers.faulty_runs import start as start
 from helpers.flipped_bits import flip_bit
 from helpers.folders import fast_folder
 from helpers.host_runs import job as job
-from helpers.processes import until
+from helpers.processes import stop, until
 from helpers.repositories import snapshot
 from helpers.runs import RANKS, memory_folder_of
 
@@ -159,7 +159,7 @@ def test_a_flipped_byte_in_a_tier_is_read_from_the_next_one(start: Starter, tmp_
     run = start(tiers=("memory", nvme), seconds=0.06, steps=24)
     places = {"memory": memory_folder_of(run), "nvme": Path(nvme), "repo": run.folder / "repo"}
     run.until_step(13)
-    run.process.send_signal(signal.SIGSTOP)
+    stop(run.process.pid)
     run.kill_ranks()
     flipped = 0
     for name in where.split():
@@ -193,7 +193,7 @@ def test_a_job_whose_steps_are_all_damaged_is_given_up(start: Starter) -> None:
     run = start(tiers=("memory",), seconds=0.06, steps=10_000)
     places = [memory_folder_of(run), run.folder / "repo"]
     run.until_step(7)
-    run.process.send_signal(signal.SIGSTOP)
+    stop(run.process.pid)
     run.kill_ranks()
     for path in [path for place in places for path in nonempty_files(place, "steps/**/*")]:
         if is_temporary(path.name):

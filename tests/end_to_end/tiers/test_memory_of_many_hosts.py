@@ -16,7 +16,7 @@ from helpers.host_runs import OnHosts, answers, leader_of, starts
 from helpers.memory_runs import InMemory, failures, memories_of, memory_server_pids, with_make_soak
 from helpers.memory_runs import job as job
 from helpers.network_namespaces import hosts_on_a_wire
-from helpers.processes import until
+from helpers.processes import stop, until
 from helpers.runs import have_ended
 
 from ckpt.recovery.ranks import processes
@@ -150,7 +150,7 @@ def test_no_host_waits_for_a_stopped_one(job: Callable[..., InMemory]) -> None:
     agent = run.agents[victim].pid
     (server_pid,) = [pid for pid in memory_server_pids(run) if int(processes._stat_fields(pid)[1]) == agent]
     for pid in (agent, server_pid):
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
     run.until_step(25, attempt=1)
     assert run.first_step(1) >= failures(run.log())[0].facts["step"] - 1
     for pid in (server_pid, agent):
@@ -215,7 +215,7 @@ def test_memory_is_kept_while_the_repository_is_away_at_the_end(job: Callable[..
         run.start(name)
     run.until_step(6)
     repo, away = run.folder / "repo", run.folder / "away"
-    os.kill(run.pid(1), signal.SIGSTOP)
+    stop(run.pid(1))
     repo.rename(away)
     repo.write_text("no folder")
     assert run.ends(*"ab") == {"a": 1, "b": 1}
@@ -272,7 +272,7 @@ def test_a_flipped_byte_in_memory_is_read_from_the_other_copy(job: Callable[...,
         run.start(name)
     run.until_step(6)
     for rank in range(2):
-        os.kill(run.pid(rank), signal.SIGSTOP)
+        stop(run.pid(rank))
     flipped = 0
     for path in run.files("a"):
         if "objects" in path.parts and path.stat().st_size > 4096:

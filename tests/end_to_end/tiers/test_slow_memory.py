@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.processes import until
+from helpers.processes import stop, until
 
 import ckpt
 from ckpt.recovery.memory_tier.memory_nodes import MemoryNodes
@@ -32,7 +32,7 @@ def test_a_restore_waits_for_stopped_memory_as_long_as_allowed(tmp_path: Path, m
             ck.wait()
             monkeypatch.setenv(memory_folder.PREVIOUS_MEMORY_VARIABLE, memory)
             assert nodes._process is not None
-            os.kill(nodes._process.pid, signal.SIGSTOP)
+            stop(nodes._process.pid)
             try:
                 assert previous_memory.previous_memories(record) == [], "ckpt-run has not allowed any wait"
                 monkeypatch.setenv(memory_folder.MEMORY_WAIT_VARIABLE, f"60 {memory}")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers.nodes import NodeProcess
+from helpers.processes import stop
 
 import ckpt
 from ckpt.storage.base.threads import DaemonThreadPool
@@ -84,7 +85,7 @@ def test_the_end_of_a_program_does_not_wait_for_a_stopped_node(tmp_path: Path) -
     url = f"ckpt://{','.join(node.address for node in nodes)}/run?redundancy=2x"
     try:
         assert_ends_well(start_program(SAVE, url, "blocking"))
-        os.kill(nodes[0].process.pid, signal.SIGSTOP)
+        stop(nodes[0].process.pid)
         code = "import sys, time, ckpt; ckpt.load(sys.argv[1]); open(sys.argv[2], 'w').write(str(time.monotonic()))"
         process = start_program(code, url, str(tmp_path / "loaded"))
         assert process.wait(600) == 0

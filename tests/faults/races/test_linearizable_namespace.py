@@ -19,7 +19,7 @@ import pytest
 from helpers.folders import TESTS
 from helpers.linearizability import Call, is_linearizable, shortest_wrong_prefix
 from helpers.nodes import Link, NodeProcess
-from helpers.processes import SOAK, python_path, until
+from helpers.processes import SOAK, python_path, stop, until
 
 from ckpt.aggregator.cluster.config import config_from_table
 from ckpt.aggregator.file_io.namespace import Namespace
@@ -121,7 +121,7 @@ class Faults:
     def stop_client(self) -> None:
         client = self._draw.choice(self._clients)
         if client.process.poll() is None:
-            client.process.send_signal(signal.SIGSTOP)
+            stop(client.process.pid)
             self._pause(2.0)
             client.process.send_signal(signal.SIGCONT)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.processes import finish, python, until
+from helpers.processes import finish, python, stop, until
 from helpers.saving_ranks import clean
 
 import ckpt
@@ -119,7 +119,7 @@ def proceed(process: subprocess.Popen[str], line: str = "") -> None:
 def suspend(processes: Sequence[subprocess.Popen[str]]) -> None:
     """Stop processes for longer than their timeout, and continue them."""
     for process in processes:
-        process.send_signal(signal.SIGSTOP)
+        stop(process.pid)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
     time.sleep(TIMEOUT_SECONDS + 1)
     for process in processes:
@@ -251,7 +251,7 @@ def test_a_restore_of_a_suspended_process_still_waits_for_the_memory_of_a_host(
             monkeypatch.setenv(memory_folder.PREVIOUS_MEMORY_VARIABLE, memory)
             monkeypatch.setenv(memory_folder.MEMORY_WAIT_VARIABLE, f"{TIMEOUT_SECONDS} {memory}")
             assert nodes._process is not None
-            os.kill(nodes._process.pid, signal.SIGSTOP)
+            stop(nodes._process.pid)
             reader = python(READS_MEMORY, url)
             try:
                 retries = _retries(reader)

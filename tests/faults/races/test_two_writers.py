@@ -7,7 +7,6 @@ import json
 import os
 import resource
 import shutil
-import signal
 import socket
 import sys
 import threading
@@ -20,7 +19,7 @@ import numpy as np
 import pytest
 from helpers.failing_store import failing
 from helpers.messages import one_line
-from helpers.processes import SOAK, finish, python
+from helpers.processes import SOAK, finish, python, stop
 from helpers.repositories import assert_all_load, assert_clean
 from helpers.states import assert_same, state_of
 from helpers.two_writers import HOLDER_PROGRAM, is_zombie, take_over
@@ -61,7 +60,7 @@ def test_a_killed_writer_is_taken_over_at_once(tmp_path: Path) -> None:
     first = python(HOLDER_PROGRAM, tmp_path)
     assert first.stdout is not None
     assert first.stdout.readline() == "holding\n"
-    first.send_signal(signal.SIGSTOP)  # a stopped process is not dead
+    stop(first.pid)  # a stopped process is not dead
     with pytest.raises(ckpt.RepositoryBusy):
         ckpt.save(state_of(1), tmp_path, 1)
     first.kill()

@@ -14,7 +14,7 @@ import pytest
 from helpers.etcd_server import needs_etcd
 from helpers.host_runs import OnHosts, answers, assert_result, starts
 from helpers.network_namespaces import Hosts, hosts_on_a_wire
-from helpers.processes import until
+from helpers.processes import stop, until
 from helpers.runs import have_ended
 
 from ckpt.recovery.agent.reachability import Address, AddressCache, find_unreachable
@@ -138,7 +138,7 @@ def test_a_run_continues_while_etcd_accepts_and_does_not_answer(lab: Callable[..
     """The machine of etcd accepts connections, but no process answers them."""
     one = lab()
     one.start()
-    os.kill(one.etcd.pid, signal.SIGSTOP)
+    stop(one.etcd.pid)
     time.sleep(3 * LOST_SECONDS)
     one.wait_for_steps(20)
     os.kill(one.etcd.pid, signal.SIGCONT)
@@ -166,7 +166,7 @@ def test_a_host_stopped_beyond_its_lease_rejoins_as_it_wakes(lab: Callable[..., 
     pids = one.hosts.processes(victim)
     assert len(pids) >= 4, "expected the agent, its orphan guard and two ranks"
     for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
     one.run.until(lambda log: len(starts(log)) == 2, "continued")
     one.run.until_step(5, attempt=1)
     for pid in pids:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from helpers.node_fixtures import DATA, files, open_objects
 from helpers.nodes import LocalNode, nodes_config, quick
-from helpers.processes import until
+from helpers.processes import stop, until
 
 from ckpt.storage.node.client import NodeStore
 from ckpt.storage.node.server import NodeOptions
@@ -113,7 +113,7 @@ def test_a_client_that_returns_after_its_lease_is_refused(node: LocalNode) -> No
     try:
         assert client.stdout is not None
         assert client.stdout.readline() == "written\n"
-        client.send_signal(signal.SIGSTOP)
+        stop(client.pid)
         until(lambda: not len(node.server.uploads), "the uploads of the stopped client have expired")
         client.send_signal(signal.SIGCONT)
         found, _ = client.communicate("\n", timeout=600)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from helpers.fork_servers import Starter, have_ended, script, surroundings, write_packages
 from helpers.fork_servers import start_fork_server as start_fork_server
-from helpers.processes import python
+from helpers.processes import python, stop
 
 from ckpt.recovery.ranks import process_kill, processes
 from ckpt.recovery.ranks.fork_client import ForkedRank, ForkServers
@@ -167,7 +167,7 @@ def test_a_stopped_fork_server_is_given_up(start_fork_server: Starter, tmp_path:
     monkeypatch.setattr("ckpt.recovery.ranks.fork_client._FORK_SECONDS", 0.2)
     fork_server = start_fork_server([sys.executable, script(tmp_path, SLEEPS)])
     assert fork_server.pid is not None
-    os.kill(fork_server.pid, signal.SIGSTOP)
+    stop(fork_server.pid)
     assert fork_server.fork(surroundings(), tmp_path / "log") is None
     assert fork_server.reason == "it has not answered for 0.2 s"
     assert have_ended(fork_server.pid)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from helpers.processes import until
+from helpers.processes import stop, until
 from helpers.unread_pipe import full_pipe
 
 from ckpt.recovery.ranks import orphan_guard
@@ -89,7 +89,7 @@ def test_a_stopped_guard_blocks_no_agent(tmp_path: Path, rank: subprocess.Popen[
     """Its pipe becomes full after hours of heartbeats. Another guard then takes its place."""
     guard = OrphanGuard(MARK, tmp_path / "pages")
     first = guard._process
-    os.kill(first.pid, signal.SIGSTOP)
+    stop(first.pid)
     guard.add(rank.pid)
     for _ in range(1 << 16):
         guard.send_heartbeat()
