@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from helpers.processes import stop
 from helpers.runs import Run, assert_result
 from helpers.runs import start as start
 from helpers.thread_limits import refused_threads
@@ -93,10 +92,13 @@ def monitored(program: str, size: int, folder: Path, limits: HangLimits) -> Iter
 
 
 @contextlib.contextmanager
-def monitor_until_failure(program: str, size: int, folder: Path) -> Iterator[RankMonitor]:
-    """Start ranks that run a program, and return their monitor when it has found a failure."""
-    # Limits of 5 s, but on a busy machine a rank may take longer to start.
-    limits = HangLimits(least_seconds=0.5, initial_limit_seconds={**uniform_initial_limits(5), "start": 300.0})
+def monitor_until_failure(program: str, size: int, folder: Path, start_seconds: float = 300.0) -> Iterator[RankMonitor]:
+    """Start ranks that run a program, and return their monitor when it has found a failure.
+
+    start_seconds: the limit of the phase "start". The others have a limit of 5 s, but on a busy machine a rank may take longer
+        to start.
+    """
+    limits = HangLimits(least_seconds=0.5, initial_limit_seconds={**uniform_initial_limits(5), "start": start_seconds})
     with monitored(program, size, folder, limits) as (watch, polls):
         while watch.failure is None:
             next(polls)
@@ -144,7 +146,7 @@ def test_a_rank_that_hangs_before_its_first_step_is_named(tmp_path: Path, waits:
         "import os, time\nif os.environ['RANK'] == '1': time.sleep(1000)\n"
         f"import ckpt.training.heartbeat_page as p\np.own_page().attach_process()\n{waits}\ntime.sleep(1000)"
     )
-    with monitor_until_failure(program, 3, tmp_path) as watch:
+    with monitor_until_failure(program, 3, tmp_path, start_seconds=20.0) as watch:
         assert (watch.failure.cause, watch.failure.ranks) == ("hang", (1,))
         assert "in phase 'start'" in watch.failure.detail
 
@@ -230,7 +232,7 @@ def test_a_stopped_rank_is_found_while_each_look_is_late(tmp_path: Path) -> None
     with monitored(SILENT, 1, tmp_path, HangLimits()) as (watch, polls):
         while watch._heartbeats[0].step != 1:
             next(polls)
-        os.kill(watch.ranks[0].pid, signal.SIGSTOP)
+        stop(watch.ranks[0].pid)
         while processes.process_state(watch.ranks[0].pid) != "T":
             time.sleep(0.01)
         now = time.monotonic() + 1.0
