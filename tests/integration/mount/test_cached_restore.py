@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +33,17 @@ def drop_cache(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+@contextmanager
+def mapped(folder: Path) -> Iterator[None]:
+    """Map all packs, as a reader may: the kernel, short of memory, takes pages that no process has mapped first."""
+    with ExitStack() as files:
+        for path in folder.rglob("*.pack"):
+            file = files.enter_context(path.open("rb"))
+            pages = files.enter_context(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+            assert len({pages[at] for at in range(0, len(pages), mmap.PAGESIZE)}) > 1  # each page is touched
+        yield
+
+
 def test_reads_of_a_fuse_mount(tmp_path: Path) -> None:
     behind, mountpoint = tmp_path / "behind", tmp_path / "mount"
     behind.mkdir()
@@ -44,15 +58,16 @@ def test_reads_of_a_fuse_mount(tmp_path: Path) -> None:
             ckpt.save(state, mountpoint, step=1, codec="none")
             drop_cache(mountpoint)
             ckpt.load(mountpoint, like=like)  # through the page cache
-            for pack in behind.rglob("*.pack"):
-                before = pack.stat()
-                with pack.open("r+b") as file:
-                    file.write(bytes(before.st_size))
-                # Otherwise the kernel drops what it has cached when it next looks, which is after a second.
-                os.utime(pack, ns=(before.st_atime_ns, before.st_mtime_ns))
-            like["w"][:] = 0
-            ckpt.Checkpointer(mountpoint).restore(like)
-            assert np.array_equal(like["w"], state["w"])
+            with mapped(mountpoint):
+                for pack in behind.rglob("*.pack"):
+                    before = pack.stat()
+                    with pack.open("r+b") as file:
+                        file.write(bytes(before.st_size))
+                    # Otherwise the kernel drops what it has cached when it next looks, which is after a second.
+                    os.utime(pack, ns=(before.st_atime_ns, before.st_mtime_ns))
+                like["w"][:] = 0
+                ckpt.Checkpointer(mountpoint).restore(like)
+                assert np.array_equal(like["w"], state["w"])
             drop_cache(mountpoint)
             with pytest.raises(IntegrityError):
                 ckpt.Checkpointer(mountpoint).restore(like)
