@@ -29,8 +29,10 @@ demo: $(VENV)/.demo
 	@$(BIN)/python examples/demo.py
 
 # Most tests wait for processes, disks and clocks, so two files run for each processor. The order of names puts the short units last.
+# A test that hangs fails with the stacks of its threads. Alone on two processors the longest one takes about a minute.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+		--max-worker-restart 0 -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
 
 test-fast: $(VENV)/.test
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests/unit -m 'not soak and not slow'
