@@ -162,10 +162,13 @@ def sign_commit(commit: CommitRecord, keys: Keys) -> CommitRecord:
     return replace(commit, signature=keys.sign("commit", _canonical_json(body)))
 
 
-def decode_commit(data: bytes, where: str, keys: Keys = NO_KEYS) -> CommitRecord:
+def decode_commit(data: bytes, where: str, keys: Keys = NO_KEYS, step: int | None = None) -> CommitRecord:
     """Return the commit record in `data`.
 
-    Raises FormatError and IntegrityError as `decode` does, and SignatureError if none of `keys` signed it.
+    step: the step whose record it must be; None for any.
+
+    Raises FormatError as `decode` does, IntegrityError if it is damaged or that of another step, and SignatureError if none of
+    `keys` signed it.
     """
     body = decode("commit", data, where)
     commit = parse_body(CommitRecord, body, where)
@@ -175,6 +178,8 @@ def decode_commit(data: bytes, where: str, keys: Keys = NO_KEYS) -> CommitRecord
             step_of_file(name)  # raises for another name
     except (ValueError, IntegrityError) as error:
         raise IntegrityError(damage_text(where, str(error))) from error
+    if step is not None and commit.step != step:
+        raise IntegrityError(f"{where} is the record of step {commit.step}; {DAMAGE_ADVICE}")
     if keys:
         body.pop("signature", None)
         keys.check("commit", _canonical_json(body), commit.signature, where)

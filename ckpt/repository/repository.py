@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ckpt.errors import DAMAGE_ADVICE, FormatError, StepNotFound, bad_sectors_as_damage
+from ckpt.errors import FormatError, StepNotFound, bad_sectors_as_damage
 from ckpt.format import json_records
 from ckpt.format.json_records import CommitRecord
 from ckpt.format.signature import NO_KEYS, KeyOption, Keys, as_keys
@@ -29,7 +29,7 @@ from ckpt.format.training_lines import StepOrder, TrainingLine, order_by_number,
 from ckpt.repository import line_records
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.line_records import StepLines
-from ckpt.storage.base.errors import AlreadyExists, CkptError, IntegrityError, InvalidArgument, NotFound, StoreError, is_damage
+from ckpt.storage.base.errors import AlreadyExists, CkptError, InvalidArgument, NotFound, StoreError, is_damage
 from ckpt.storage.base.store import Entry, Store
 from ckpt.storage.urls import open_store
 
@@ -167,7 +167,7 @@ class Repository:
     def commit(self, step: int) -> CommitRecord:
         """Return the commit record of a step; StepNotFound if it is missing, IntegrityError if it is damaged."""
         try:
-            return self._numbered_record(step)
+            return self.record(step)
         except NotFound:
             have = self._existing_steps()
             others = f"it has {steps_text(have)}" if have else _NO_STEP_ADVICE
@@ -180,29 +180,25 @@ class Repository:
         except StoreError:
             return []
 
-    def _numbered_record(self, step: int) -> CommitRecord:
-        """Return the commit record of a step; NotFound if it is missing, IntegrityError if it is damaged or of another step."""
-        where = f"{self.url}/{commit_name(step)}"
-        commit = self.record(step)
-        if commit.step != step:
-            raise IntegrityError(f"{where} is the record of step {commit.step}; {DAMAGE_ADVICE}")
-        return commit
-
     def no_step_error(self) -> StepNotFound:
         """Return the error of a load if no step is committed."""
         return StepNotFound(f"{self.url} has no committed step to load: {_NO_STEP_ADVICE}")
 
     def record(self, step: int) -> CommitRecord:
-        """Return the commit record stored for a step, without a check of its number.
+        """Return the commit record stored for a step.
 
-        Raises NotFound if it is missing, IntegrityError if it is damaged or on a bad sector, StoreError if unreadable now.
+        Raises NotFound if it is missing, IntegrityError if it is damaged, on a bad sector or that of another step, and
+        StoreError if it is unreadable now.
         """
         with bad_sectors_as_damage(f"{self.url}/{commit_name(step)}"):
             return self.decode(step, self.store.get_up_to(commit_name(step), json_records.MAX_RECORD_BYTES))
 
     def decode(self, step: int, data: bytes) -> CommitRecord:
-        """Return the commit record in `data`, and check its signature if the repository has keys."""
-        return json_records.decode_commit(data, f"{self.url}/{commit_name(step)}", self.keys)
+        """Return the commit record of a step in `data`, and check its signature if the repository has keys.
+
+        Raises FormatError, IntegrityError and SignatureError as `decode_commit` does.
+        """
+        return json_records.decode_commit(data, f"{self.url}/{commit_name(step)}", self.keys, step)
 
     def checkpoint(self, commit: CommitRecord, rank: int = 0) -> Checkpoint:
         """Return the checkpoint of a record that `decode` or `record` returned, as the given rank loads it."""
@@ -217,7 +213,7 @@ class Repository:
         """
         for step in self.step_numbers():
             try:
-                yield self._numbered_record(step)
+                yield self.record(step)
             except NotFound:
                 continue
             except CkptError as error:
@@ -267,7 +263,7 @@ class Repository:
         errors: dict[int, CkptError] = {}
         for step in self.step_numbers() if numbers is None else numbers:
             try:
-                known[step] = self._numbered_record(step).training_line
+                known[step] = self.record(step).training_line
             except NotFound:
                 continue
             except CkptError as error:
@@ -328,7 +324,7 @@ class Repository:
             if step in skip:
                 continue
             try:
-                found = self.checkpoint(self._numbered_record(step))
+                found = self.checkpoint(self.record(step))
                 found.require_complete()
                 return found
             except NotFound:  # not committed, or deleted meanwhile
@@ -350,7 +346,7 @@ class Repository:
     def __iter__(self) -> Iterator[Checkpoint]:
         for step in self.steps():
             with suppress(NotFound):  # it was deleted meanwhile
-                yield self.checkpoint(self._numbered_record(step))
+                yield self.checkpoint(self.record(step))
 
     def __len__(self) -> int:
         return len(self.steps())

@@ -206,7 +206,7 @@ def _read_records(repo: Repository, sizes: Mapping[str, int]) -> _Records:
             continue
         try:
             data = repo.store.get_up_to(commit_name(step), MAX_RECORD_BYTES)
-            found.commits[step] = decode_commit(data, f"{repo.url}/{commit_name(step)}")
+            found.commits[step] = decode_commit(data, f"{repo.url}/{commit_name(step)}", step=step)
             if repo.keys:
                 repo.decode(step, data)
         except NotFound as error:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 
-from ckpt.errors import DAMAGE_ADVICE, Fenced
+from ckpt.errors import Fenced
 from ckpt.groups.base import Group
 from ckpt.repository.repository import Repository, commit_name, step_folder
 from ckpt.storage.base.errors import CkptError, IntegrityError, NotFound, StoreError
@@ -33,10 +33,8 @@ def free_memory(
     """
     main_repo = open_tiers[-1].session.repo
     try:
-        if group.rank == 0 and step >= 0 and main_repo.record(step).step != step:
-            raise IntegrityError(
-                f"{main_repo.url}/{commit_name(step)} is not the commit record of step {step}; {DAMAGE_ADVICE}"
-            )
+        if group.rank == 0 and step >= 0:
+            main_repo.record(step)
     except CkptError as error:
         log.warning(
             "the memory is not freed, because step %d can't be read from %s (%s); %s", step, main_repo.url, error, _DRAIN_ADVICE
