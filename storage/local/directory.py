@@ -32,7 +32,6 @@ from ckpt.storage.base.store import (
     Store,
     Version,
     check_name,
-    is_name,
     require_length,
 )
 from ckpt.storage.local.durable_writer import (
@@ -44,6 +43,7 @@ from ckpt.storage.local.durable_writer import (
     try_open_direct,
     walk_temporaries,
 )
+from ckpt.storage.local.listing import require_target, scan_folders, walk_files
 
 T = TypeVar("T")
 
@@ -65,6 +65,8 @@ class LocalStore(Store):
     """
 
     fences = True
+    _follows_links = True
+    """Whether a listing follows symbolic links. Opening does; a subclass that refuses to open through them sets False."""
 
     def __init__(self, path: str | os.PathLike[str], *, direct: bool = True) -> None:
         self.root = os.path.abspath(os.path.expanduser(path))
@@ -265,26 +267,26 @@ class LocalStore(Store):
     @interruptible
     def _get(self, name: str, limit: int | None) -> bytes:
         path = self._path(name)
-        with os.fdopen(_open_to_read(path), "rb") as file, convert_os_errors("reading", path):
+        with os.fdopen(_open_to_read(path, self.root), "rb") as file, convert_os_errors("reading", path):
             require_length(f"{self.url}/{name}", os.fstat(file.fileno()).st_size, limit)
             return file.read()
 
     @interruptible
     def open(self, name: str) -> Reader:
         path = self._path(name)
-        return DescriptorReader(_open_to_read(path), path)
+        return DescriptorReader(_open_to_read(path, self.root), path)
 
     @interruptible
     def open_once(self, name: str) -> Reader:
         path = self._path(name)
-        fd = _open_to_read(path)
+        fd = _open_to_read(path, self.root)
         # Open the same file by its descriptor, because another file may have the name now.
         return DescriptorReader(fd, path, try_open_direct(f"/proc/self/fd/{fd}", os.O_RDONLY) if self._direct else None)
 
     @interruptible
     def descriptor(self, name: str) -> int:
         """Return a file descriptor of an object that is open for reading. The caller closes it."""
-        return _open_to_read(self._path(name))
+        return _open_to_read(self._path(name), self.root)
 
     @interruptible
     def prefetch(self, name: str, nbytes: int, start: int = 0) -> None:
@@ -305,7 +307,7 @@ class LocalStore(Store):
         return super().exists(name)
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
-        return self._run_listing(self._walk(self._folder(prefix), f"{prefix}/" if prefix else ""))
+        return self._run_listing(walk_files(self._folder(prefix), f"{prefix}/" if prefix else "", self._follows_links))
 
     def _run_listing(self, found: Iterator[T]) -> Iterator[T]:
         """Return the items of a listing, one by one. If the file system may hang, list in another thread, with a timeout."""
@@ -313,25 +315,8 @@ class LocalStore(Store):
             return found
         return iter(call_in_thread(partial(builtins.list, found), f"listing {self.root}"))
 
-    def _walk(self, path: str, prefix: str) -> Iterator[Entry]:
-        with convert_os_errors("listing", path), suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
-            for entry in entries:
-                if not is_name(entry.name):  # a temporary file, or one that ckpt did not write
-                    continue
-                with suppress(FileNotFoundError):  # deleted since the folder was read
-                    if entry.is_dir(follow_symlinks=False):
-                        yield from self._walk(entry.path, f"{prefix}{entry.name}/")
-                    elif entry.is_file(follow_symlinks=False):
-                        yield Entry(prefix + entry.name, entry.stat(follow_symlinks=False).st_size)
-
     def list_folders(self, prefix: str = "") -> Iterator[str]:
-        return self._run_listing(self._scan_folders(self._folder(prefix)))
-
-    def _scan_folders(self, path: str) -> Iterator[str]:
-        with convert_os_errors("listing", path), suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False) and is_name(entry.name):
-                    yield entry.name
+        return self._run_listing(scan_folders(self._folder(prefix), self._follows_links))
 
     # --- deleting ----------------------------------------------------------------------------------------------
 
@@ -387,13 +372,19 @@ class LocalStore(Store):
         return self._path(prefix) if prefix else self.root
 
 
-def _open_to_read(path: str) -> int:
-    """Open an object; raise NotFound for a folder and for a name below an object, as an object store does."""
+def _open_to_read(path: str, root: str) -> int:
+    """Open an object; raise NotFound for a folder and for a name below an object, as an object store does.
+
+    Raises StoreError for a link that leads to nothing, which is no missing object. root: as in `require_target`.
+    """
     with convert_os_errors("opening", path):
         try:
             fd = os.open(path, os.O_RDONLY)
         except NotADirectoryError as error:
             raise FileNotFoundError(errno.ENOENT, "no such file", path) from error
+        except FileNotFoundError:
+            require_target(path, root)
+            raise
         if stat.S_ISDIR(os.fstat(fd).st_mode):
             os.close(fd)
             raise FileNotFoundError(errno.ENOENT, "a folder", path)

@@ -59,6 +59,8 @@ class DeviceStore(LocalStore):
     make_folder: creates the folder of the objects durably; None for `make_durable_root`.
     """
 
+    _follows_links = False
+
     def __init__(self, path: str | os.PathLike[str], make_folder: Callable[[str], None] | None = None) -> None:
         super().__init__(path)
         self._make_device_folder = make_folder

@@ -100,20 +100,22 @@ def test_a_sweep_without_folders_removes_only_temporary_files_beside_them(store:
     assert Path(store.root, "empty").is_dir()
 
 
-def test_symbolic_links_are_not_listed_and_are_replaced_not_followed(store: LocalStore, tmp_path: Path) -> None:
+def test_symbolic_links_are_listed_as_targets_and_replaced_themselves(store: LocalStore, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     (outside / "folder").mkdir(parents=True)
     (outside / "file").write_bytes(b"outside")
     for name, target in {"file": "file", "folder": "folder", "dangling": "none"}.items():
         os.symlink(outside / target, Path(store.root, "a", name))
-    assert object_lengths(store) == {"a/kept": 4}
-    assert list(store.list_folders("a")) == []
+    assert sorted(store.list_folders("a")) == ["dangling", "folder"]
+    with pytest.raises(StoreError, match="a/dangling is a symbolic link to .*/outside/none, which does not exist: mount its"):
+        object_lengths(store)
     store.put("a/file", b"inside")
     write_object(store, "a/dangling", b"inside")
     assert (outside / "file").read_bytes() == b"outside"
     assert not (outside / "none").exists()
     assert object_lengths(store) == {"a/kept": 4, "a/file": 6, "a/dangling": 6}
     os.symlink(outside / "file", Path(store.root, "a", "again"))
+    assert object_lengths(store) == {"a/kept": 4, "a/file": 6, "a/dangling": 6, "a/again": 7}
     store.delete(["a/again"])
     assert (outside / "file").exists()
 
