@@ -123,6 +123,8 @@ def _leaf(torch: ModuleType, tensor: Any, where: str, path: str, start: int) -> 
     """Return the leaf of a tensor on the device meta that was loaded from a file."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_quantized:
         raise CkptError(f"{where} is a {tensor.layout} {type(tensor).__name__}, not a plain tensor: store its plain tensors")
+    if tensor.is_conj() or tensor.is_neg():  # the bytes in the file are not those of its elements
+        raise CkptError(f"{where} is a conjugate or negative view: load it with torch, and give its tensors to ckpt.save")
     offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     if offset is None:
         raise CkptError(f"torch {torch.__version__} does not report where the tensors of a file lie: install another version")

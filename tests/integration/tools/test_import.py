@@ -68,6 +68,14 @@ def test_every_kind_of_tensor_of_torch_save(tmp_path: Path) -> None:
     assert loaded["tied"][0] is loaded["tied"][1]
 
 
+@pytest.mark.usefixtures("each_torch")
+@pytest.mark.parametrize("view", [torch.tensor([1 + 2j]).conj(), torch._neg_view(torch.ones(2))], ids=["conj", "neg"])
+def test_a_lazy_view_whose_bytes_are_not_its_elements_is_refused(view: torch.Tensor, tmp_path: Path) -> None:
+    torch.save({"view": view}, tmp_path / "state.pt")
+    with pytest.raises(CkptError, match="view is a conjugate or negative view: load it with torch"):
+        load_imported(tmp_path / "state.pt")
+
+
 def make_training(*layers: torch.nn.Module) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Return a model of two linear layers with `layers` between them, and its optimizer, always with the same values."""
     torch.manual_seed(1)
