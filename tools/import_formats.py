@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import zipfile
 from collections.abc import Callable
@@ -68,14 +69,15 @@ _NOTHING = object()
 
 
 def _keep(state: Any, matches: Callable[[str], bool], path: str) -> Any:
-    """Return the part of a state whose names match; in a list, None stands for the others. Dicts are changed in place."""
+    """Return the part of a state whose names match; in a list, None stands for the others."""
     if isinstance(state, dict):
         kept = {
             key: part for key, value in state.items() if (part := _keep(value, matches, join_path(path, key))) is not _NOTHING
         }
-        state.clear()
-        state.update(kept)
-        return state if kept else _NOTHING
+        made = copy.copy(state)  # with its attributes; the state may have the same dict under another name, too
+        made.clear()
+        made.update(kept)
+        return made if kept else _NOTHING
     if isinstance(state, (list, tuple)):
         parts = [_keep(value, matches, join_path(path, i)) for i, value in enumerate(state)]
         if all(part is _NOTHING for part in parts):

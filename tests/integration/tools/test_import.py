@@ -246,6 +246,16 @@ def test_only_a_part_is_imported(tmp_path: Path) -> None:
     assert "common.pt" in subprocess.run(command_line, capture_output=True, text=True, timeout=600).stderr
 
 
+def test_a_part_of_a_dict_with_two_names_is_imported(tmp_path: Path) -> None:
+    shared = collections.OrderedDict(x=torch.ones(2), y=torch.zeros(3))
+    shared._metadata = {"": {"version": 1}}  # type: ignore[attr-defined]
+    torch.save({"first": shared, "second": shared}, tmp_path / "state.pt")
+    loaded = load_imported(tmp_path / "state.pt", "--only", "first.x", "--only", "second.y")
+    kind = collections.OrderedDict
+    assert_same_tensors(loaded, {"first": kind(x=shared["x"]), "second": kind(y=shared["y"])})
+    assert loaded["second"]._metadata == shared._metadata  # type: ignore[attr-defined]
+
+
 def test_damaged_torch_files_are_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1000)}, tmp_path / "state.pt")
     data = (tmp_path / "state.pt").read_bytes()
