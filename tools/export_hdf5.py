@@ -6,8 +6,11 @@ import itertools
 import json
 from types import ModuleType
 
+from ckpt.storage.base.errors import CkptError
 from ckpt.tools.common import Advance, import_optional
 from ckpt.tools.step_contents import Array, Contents, as_raw, check_paths
+
+_MAX_AXES = 32
 
 
 def write(contents: Contents, path: str, advance: Advance) -> list[str]:
@@ -15,6 +18,13 @@ def write(contents: Contents, path: str, advance: Advance) -> list[str]:
     h5py = import_optional("h5py", "HDF5", "restore")
     check_paths([*(a.name for a in contents.arrays), *contents.tied], "HDF5")
     raw = {a.name: a.dtype for a in contents.arrays if not _is_supported(h5py, a)}
+    for array in contents.arrays:
+        shape = array.raw[1] if array.name in raw else array.shape
+        if len(shape) > _MAX_AXES:
+            raise CkptError(
+                f"HDF5 has at most {_MAX_AXES} axes, and leaf {array.leaf} needs {len(shape)}; choose another format, or leave "
+                "it out with --only"
+            )
     # The plain values may need attributes above 64 KiB, which HDF5 has since version 1.8 (2008).
     with h5py.File(path, "w", libver=("v108", "latest"), track_order=True) as file:
         file.attrs["step"] = contents.checkpoint.step

@@ -13,6 +13,7 @@ from ckpt.storage.base.errors import CkptError
 from ckpt.tools.common import Advance
 from ckpt.tools.step_contents import Contents, as_raw
 
+_MAX_NAME_BYTES = (1 << 16) - 1
 _COMPANIONS = ("__values__", "__tied__", "__dtypes__")
 
 
@@ -22,6 +23,11 @@ def write(contents: Contents, path: str, advance: Advance) -> list[str]:
     for array in contents.arrays:
         if array.name in _COMPANIONS or "\0" in array.name:
             raise CkptError(f"npz can't have a leaf with the name {array.name!r}; choose another format")
+        if len(f"{array.name}.npy".encode()) > _MAX_NAME_BYTES:
+            raise CkptError(
+                f"npz has at most {_MAX_NAME_BYTES:,} bytes for a name, and leaf {array.name[:40]}… has more; choose another "
+                "format"
+            )
         if array.name.endswith(".npy") and (other := array.name.removesuffix(".npy")) in names:
             raise CkptError(f"numpy.load would return {other} for {array.name!r} of an npz file; choose another format")
     raw = {a.name: a.dtype for a in contents.arrays if not a.is_numpy}

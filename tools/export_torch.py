@@ -113,6 +113,7 @@ class _TensorReader:
         array = Array(name, name, *self._saved[name])
         if array.native is not None and array.native.name in TENSOR_TYPES:
             return self._torch.from_numpy(value.astype(array.native))
+        _ = array.raw  # raises if it has too many axes
         self.raw_names.append(name)
         return {"dtype": array.dtype, "raw": self._torch.from_numpy(as_raw(value))}
 

@@ -23,6 +23,8 @@ def write(contents: Contents, path: str, advance: Advance) -> list[str]:
     for name in names:
         if any(part == "zarr.json" or part.startswith("__") for part in name.split("/")):
             raise CkptError(f"zarr reserves names such as {name!r}; choose another format for this leaf")
+        if "\\" in name:
+            raise CkptError(f"zarr would read the backslash in the name {name!r} as '/'; choose another format for this leaf")
     raw = {a.name: a.dtype for a in contents.arrays if not _is_supported(a)}
     attributes = {"step": contents.checkpoint.step, "values": contents.values, "tied": contents.tied}
     group = zarr.open_group(path, mode="w-", zarr_format=3, attributes=attributes)

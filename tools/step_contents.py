@@ -29,6 +29,8 @@ from ckpt.tools.export_names import SAME_NAMES, ExportNames
 
 PIECE_BYTES = 32 << 20
 """The size of a piece, a few blocks: large enough to read at the speed of the disk, small enough to be in memory twice."""
+_MAX_AXES = 64
+"""Of an array of numpy."""
 
 Data = np.ndarray[Any, Any]
 
@@ -67,10 +69,18 @@ class Array:
 
     @property
     def raw(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
-        """The type and shape of the array as plain integers: of the same size, or bytes with one more axis."""
+        """The type and shape of the array as plain integers: of the same size, or bytes with one more axis.
+
+        Raises CkptError if numpy has no arrays with one more axis.
+        """
         nbytes = self.numpy.itemsize
         if nbytes in (1, 2, 4, 8):
             return np.dtype(f"u{nbytes}"), self.shape
+        if len(self.shape) >= _MAX_AXES:
+            raise CkptError(
+                f"leaf {self.leaf} has {len(self.shape)} axes, and as bytes, which the format needs for its type {self.dtype}, "
+                f"it would have one more: numpy has at most {_MAX_AXES}; choose another format, or leave it out with --only"
+            )
         return np.dtype("u1"), (*self.shape, nbytes)
 
 

@@ -24,6 +24,7 @@ import ckpt
 from ckpt.groups.threads import ThreadGroup
 from ckpt.state.boxes import contiguous_start, whole_box
 from ckpt.state.tree import flatten
+from ckpt.storage.base.errors import CkptError
 from ckpt.tools import step_contents
 from ckpt.tools.restore import command
 
@@ -138,6 +139,23 @@ def test_compressed_leaves_and_names_with_slashes_are_restored(tmp_path: Path) -
         assert refused.returncode == 1
         assert "a group and an array" in refused.stderr
     assert left_in(tmp_path) == ["out.h5"]
+
+
+@pytest.mark.parametrize(
+    ("ending", "state", "words"),
+    [
+        ("npz", {"é" * 32766: np.ones(1)}, "npz has at most 65,535 bytes for a name"),
+        ("h5", {"deep": np.ones((1,) * 33)}, "HDF5 has at most 32 axes, and leaf deep needs 33"),
+        ("h5", {"deep": np.ones((1,) * 32, "U3")}, "HDF5 has at most 32 axes, and leaf deep needs 33"),
+        *((e, {"deep": np.ones((1,) * 64, "U3")}, "leaf deep has 64 axes, and as bytes") for e in ENDINGS if e != "npz"),
+        ("zarr", {r"a\b": np.ones(1), "a/b": np.zeros(1)}, "zarr would read the backslash"),
+    ],
+)
+def test_what_a_format_cannot_have_is_refused(ending: str, state: dict[str, Any], words: str, tmp_path: Path) -> None:
+    ckpt.save(state, tmp_path / "run", step=1)
+    with pytest.raises(CkptError, match=words):
+        command.main([str(tmp_path / "run"), str(tmp_path / f"out.{ending}")], standalone_mode=False)
+    assert left_in(tmp_path) == []
 
 
 def test_many_plain_values_fit_into_hdf5(tmp_path: Path) -> None:
