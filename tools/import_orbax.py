@@ -84,8 +84,8 @@ def _nested(entries: list[tuple[list[str | int], str]], arrays: _Arrays) -> Any:
 
 def _folder_of_arrays(source: Path) -> Path:
     """Return the folder with the arrays: the source, an item of it, or an item of its newest step."""
-    steps = sorted((int(path.name) for path in list_folder(source, "*") if path.name.isdecimal()), reverse=True)
-    for step in [source, *(source / str(number) for number in steps)]:
+    steps = sorted((path for path in list_folder(source, "*") if path.name.isdecimal()), key=lambda path: -int(path.name))
+    for step in [source, *steps]:
         # A step that can't be listed is not left out: an older one would be imported in its place.
         items = source.glob("*") if step == source else list_folder(step, "*") if step.is_dir() else []
         found = sorted(path.parent for path in [step / _METADATA, *(item / _METADATA for item in items)] if path.is_file())

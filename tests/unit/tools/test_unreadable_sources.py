@@ -151,6 +151,13 @@ def test_a_newest_step_of_orbax_that_cannot_be_listed_is_not_replaced_by_an_olde
     one_line(raised, f"{folder}/8 can't be listed: Permission denied")
 
 
+def test_steps_of_orbax_whose_names_begin_with_zeros_are_found(tmp_path: Path) -> None:
+    for step in ("0098", "0099"):
+        (tmp_path / step / "default").mkdir(parents=True)
+        (tmp_path / step / "default" / "_METADATA").touch()
+    assert import_orbax._folder_of_arrays(tmp_path) == tmp_path / "0099" / "default"
+
+
 def test_a_lack_of_memory_is_no_damage_of_the_common_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({"iteration": 7}, tmp_path / import_megatron.COMMON)
 
