@@ -114,10 +114,11 @@ def draw_intervals(points: Sequence[IntervalOutcome], title: str, file: Path) ->
     names: list[TimeCategory] = [
         name for name in TIME_CATEGORIES if name != "useful" and any(p.mean(name) > 5e-4 for p in points)
     ]
-    below.stackplot(
-        x, [[100 * p.mean(name) for p in points] for name in names], colors=[COLOURS[name] for name in names],
-        labels=[f"{name}: {MEANINGS[name]}" for name in names],
-    )  # fmt: skip
+    if names:
+        below.stackplot(
+            x, [[100 * p.mean(name) for p in points] for name in names], colors=[COLOURS[name] for name in names],
+            labels=[f"{name}: {MEANINGS[name]}" for name in names],
+        )  # fmt: skip
     above.set_xscale("log")
     ticks = [point.interval_seconds for point in points][:: 1 if len(points) <= 8 else 2]
     below.set_xticks(ticks, [_format_duration(tick) for tick in ticks])

@@ -22,6 +22,7 @@ from ckpt.recovery.goodput.simulator import (
 )
 from ckpt.recovery.policy.failure import Failure
 from ckpt.recovery.policy.restart_decision import MAX_REPEATED_FAILURES, Budget, Decision
+from ckpt.tools.simulate import command
 
 seconds = st.floats(0, 100)
 worlds = st.builds(
@@ -154,6 +155,13 @@ def test_wrong_arguments_are_usage_errors(arguments: list[str], message: str) ->
     done = run_simulate(*arguments)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+def test_a_picture_of_a_run_that_loses_no_time_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    options = ["--stall", "0", "--mtbf", "1000000d", "--every", "1h", "--seeds", "1", "--days", "1"]
+    assert command.main([*options, "--png", str(tmp_path / "out.png")], standalone_mode=False) == 0
+    assert (tmp_path / "out.png").stat().st_size
 
 
 def test_a_picture_in_a_missing_folder_is_refused(tmp_path: Path) -> None:
