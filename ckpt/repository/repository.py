@@ -32,6 +32,7 @@ from ckpt.repository.line_records import StepLines
 from ckpt.storage.base.errors import AlreadyExists, CkptError, InvalidArgument, NotFound, StoreError, is_damage
 from ckpt.storage.base.store import Entry, Store
 from ckpt.storage.urls import open_store
+from ckpt.support.validation import as_integer
 
 log = logging.getLogger("ckpt")
 
@@ -81,8 +82,8 @@ class Repository:
         repo.steps(), repo.latest(), repo[10], 10 in repo, len(repo)
 
     Iterating gives the `Checkpoint` of each step, from the oldest to the newest. `repo[10]` raises StepNotFound if the step is
-    not committed, and IntegrityError if its commit record is damaged or not signed with one of the keys. Each access reads the
-    store, so the result is current.
+    not committed, IntegrityError if its commit record is damaged or not signed with one of the keys, and InvalidArgument for an
+    index that is no whole number. Each access reads the store, so the result is current.
     """
 
     def __init__(self, store: Store, keys: Keys = NO_KEYS) -> None:
@@ -336,6 +337,8 @@ class Repository:
         return None
 
     def __getitem__(self, step: int) -> Checkpoint:
+        if as_integer(step) is None:
+            raise InvalidArgument(f"step must be a whole number, 0, 1, 2 …, and not {step!r:.60}")
         return self.of_rank(step, 0)
 
     def of_rank(self, step: int, rank: int) -> Checkpoint:

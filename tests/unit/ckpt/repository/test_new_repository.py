@@ -63,3 +63,13 @@ def test_a_save_to_steps_without_a_marker_is_refused(tmp_path: Path, is_descendi
     (tmp_path / MARKER).unlink()
     with pytest.raises(ckpt.FormatError, match="has steps, and its ckpt.json is missing"):
         ckpt.save({"a": np.zeros(4)}, _SortedStore(tmp_path, is_descending), step=2)
+
+
+@pytest.mark.parametrize("index", ["1", 1.0, None, True, slice(0, 2)])
+def test_an_index_that_is_no_step_number_is_refused(index: object, tmp_path: Path) -> None:
+    """It is not damage of the step."""
+    ckpt.save({"a": np.ones(2)}, tmp_path, step=1)
+    repo = ckpt.open(tmp_path)
+    with pytest.raises(ckpt.InvalidArgument, match="step must be a whole number, 0, 1, 2 …, and not "):
+        repo[index]  # type: ignore[index]
+    assert repo[np.int64(1)].step == 1  # type: ignore[index]
