@@ -21,6 +21,7 @@ from ckpt.loading.mismatch_errors import kind_mismatch, naming_leaf, refused_sta
 from ckpt.state.alias_notes import RANK_ALIAS, AliasNote, read_alias_notes
 from ckpt.state.leaves import as_leaf, empty_leaf
 from ckpt.state.leaves.base import ArrayLeaf
+from ckpt.state.name_mapping import entry_names
 from ckpt.state.name_patterns import entries, has_object, select, suggest
 from ckpt.state.optimizer_names import add_missing_moments, is_optimizer
 from ckpt.state.optimizer_order import ParametersMismatch, modules_in, reorder_state
@@ -190,7 +191,7 @@ class TargetMatcher:
     def _has_selected_in_like(self, value: object, path: str) -> bool:
         if isinstance(value, dict):
             return any(self._has_selected_in_like(v, join_path(path, k)) for k, v in value.items())
-        return self._is_selected(path)
+        return any(map(self._is_selected, [*entry_names(value, path)] or [path]))
 
     def _items(self, like: Sequence[Any], nodes: Sequence[Node], names: Sequence[object], path: str) -> list[Finish | None]:
         if len(nodes) != len(like):

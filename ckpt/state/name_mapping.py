@@ -125,7 +125,7 @@ class _Renamer:
     def _saved_path(self, state: object, path: str) -> str | None:
         """Return the path under which all entries of an object's state were saved; None if there is no such path."""
         saved_paths = set()
-        for inner in _entry_names(state, ""):
+        for inner in entry_names(state, ""):
             name = self._rename(join_path(path, inner))
             if name == inner:
                 saved_paths.add("(root)")
@@ -145,7 +145,7 @@ def _walk_nodes(node: Node, path: str) -> Iterator[tuple[str, Node]]:
         yield from _walk_nodes(child, name)
 
 
-def _entry_names(like: object, path: str) -> Iterator[str]:
+def entry_names(like: object, path: str) -> Iterator[str]:
     """Yield the names of the entries of a state; nothing for a state that is itself an array or plain value."""
     below = None if _is_leaf(like, path) or _is_object(like, path) else _children_of(like)
     if below is None:
@@ -153,7 +153,7 @@ def _entry_names(like: object, path: str) -> Iterator[str]:
             yield path
         return
     for key, value in below:
-        yield from _entry_names(value.value if type(value) is PerRank else value, join_path(path, key))
+        yield from entry_names(value.value if type(value) is PerRank else value, join_path(path, key))
 
 
 def _children_of(like: object) -> list[tuple[Any, Any]] | None:

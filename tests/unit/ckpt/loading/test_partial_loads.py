@@ -31,6 +31,17 @@ def test_only_the_named_leaves_are_loaded(tmp_path):
     assert_identical(like, {"model": {"w": np.ones(3), "b": np.full(2, 9.0)}, "opt": [np.zeros(1), 0, {"x": 0}], "step": 3})
 
 
+@pytest.mark.parametrize("wrap", [lambda x: {"w": x}, lambda x: [{"w": x}], lambda x: ({"w": x},), lambda x: [[], {"w": x}]])
+def test_a_selected_leaf_that_the_step_lacks_is_an_error_in_any_container(tmp_path, wrap):
+    ckpt.save({"model": {"w": np.ones(3)}}, tmp_path / "r")
+    like = {"model": {"w": np.zeros(3)}, "average": wrap(np.zeros(3))}
+    with pytest.raises(ckpt.LeafNotFound, match="leaf average of `like` is not in step 0"):
+        ckpt.load(tmp_path / "r", like, only="*.w")
+    assert_identical(like["model"]["w"], np.zeros(3))
+    ckpt.load(tmp_path / "r", like, only="model.*")
+    assert_identical(like, {"model": {"w": np.ones(3)}, "average": wrap(np.zeros(3))})
+
+
 @pytest.mark.slow
 def test_only_the_named_leaves_of_an_object_are_loaded(tmp_path):
     model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
