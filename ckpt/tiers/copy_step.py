@@ -22,6 +22,7 @@ from ckpt.format.manifest import Row
 from ckpt.format.pack import file_lengths
 from ckpt.repository import commit_publication
 from ckpt.repository.checkpoint import Checkpoint
+from ckpt.repository.damage_registry import clear_damaged, damaged_steps
 from ckpt.repository.repository import Repository, commit_name
 from ckpt.repository.retention import Keep
 from ckpt.saving.writer_session import Session
@@ -112,6 +113,8 @@ def _promote_save(
         failpoint("promote.committed")
     finally:
         target.writer_lease.end_attempt(attempt)
+    if any(step not in damaged_steps(tier) for tier in source.tiers):  # otherwise it is the save that was found bad
+        clear_damaged(target.repo, step)
     target.forget_previous()  # the next direct save to the target must not refer to blocks of an older step
     log.info(
         "promoted step %d from %s to %s: %.3f GB copied, %.2f s",

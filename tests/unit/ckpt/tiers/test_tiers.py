@@ -302,3 +302,19 @@ def test_steps_after_a_roll_back_by_ckpt_run_are_marked_in_all_tiers(
         assert ck.restore(state_of(0))[1] <= 5
         assert {7} <= set(damaged_steps(ckpt.open(tier_folders.nvme)))
         assert {7} <= set(damaged_steps(ckpt.open(tier_folders.run)))
+
+
+def test_a_step_that_is_saved_again_after_a_roll_back_counts_in_all_tiers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mark of the bad step ends where the new one is copied to, too. Otherwise the tier keeps more steps than it should."""
+    near, record = tmp_path / "near", tmp_path / "run"
+    with ckpt.Checkpointer(record, every=1, keep=2, tiers=[ckpt.Tier(near, every=1, keep=2)], group=None) as ck:
+        train_and_wait(ck, range(8))
+    monkeypatch.setenv(RESTORE_STEP_LIMIT_VARIABLE, "7")
+    with ckpt.Checkpointer(record, every=1, keep=2, tiers=[ckpt.Tier(near, every=1, keep=2)], group=None) as ck:
+        assert ck.restore(state_of(0))[1] == 7
+        assert [set(damaged_steps(ckpt.open(tier))) for tier in (near, record)] == [{7}, {7}]
+        train_and_wait(ck, range(7, 9))
+        assert [set(damaged_steps(ckpt.open(tier))) for tier in (near, record)] == [set(), set()]
+        assert [ckpt.open(tier).steps() for tier in (near, record)] == [[7, 8], [7, 8]]
