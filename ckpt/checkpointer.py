@@ -182,7 +182,8 @@ class Checkpointer:
         After a roll-back, `ckpt-run` sets CKPT_BEFORE; a step below that number is then restored, if there is one.
 
         If the restored step is not the newest, the next save opens a new training line. The steps saved after the restored
-        one are then abandoned: they never count as the newest again, and `keep` deletes them first.
+        one are then abandoned: they never count as the newest again, and `keep` deletes them first. A save of a lower number
+        than that of the restored step opens a new line, too, so that it is the newest.
 
         Returns:
             The state and the number of the next step. If no step exists, the unchanged state and 0.

@@ -71,11 +71,17 @@ class LineSaves:
             return TrainingLine(self._next_number(found.order.newest_line)) if opened_number else TrainingLine()
         lines, order = found.known, found.order
         if self._restored_step in lines:
-            if self._restored_step == newest:
+            if self._restored_step == newest and self._first_step >= newest:
                 return order.newest_line
             opened = order.newest_line.after_rollback(
                 self._next_number(order.newest_line), lines[self._restored_step], self._restored_step
             )
+            if self._restored_step == newest:
+                log.info(
+                    "the new step %d continues from step %d, which is higher: training line %d begins",
+                    self._first_step, newest, opened.number,
+                )  # fmt: skip
+                return opened
             log.warning(
                 "%s: the new step %d continues from step %d; the steps that were saved after step %d, the newest of them %d, "
                 "are abandoned (training line %d)",
@@ -94,6 +100,8 @@ class LineSaves:
     def _is_single_line(self) -> bool:
         """Return whether all steps are on one line and the saves continue it, as is usual; reads no commit record."""
         last = self._first_step if self._restored_step is None else self._restored_step
+        if self._first_step < last:
+            return False
         has_later_step = any(number > last for number in self._repo.step_numbers() if number != self._first_step)
         if has_later_step or self._repo.line_numbers():
             return False

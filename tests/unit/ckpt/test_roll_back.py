@@ -144,6 +144,27 @@ def test_a_lower_step_number_abandons_the_higher_ones(url: Path) -> None:
     assert newest(url) == 145
 
 
+@pytest.mark.parametrize("has_lines", [False, True])
+def test_a_step_number_below_the_restored_one_is_the_newest(tmp_path: Path, has_lines: bool) -> None:
+    """A loop counts from 0 again after it has restored the newest step, for example to train on with other data."""
+    save_steps(tmp_path, (8, 9, 10))
+    if has_lines:
+        save_steps(tmp_path, (10,), restore=9)
+    save_steps(tmp_path, (0,), restore=10, keep=3)
+    assert ckpt.open(tmp_path).steps() == [9, 10, 0]
+    assert newest(tmp_path) == 0
+    save_steps(tmp_path, (1, 2, 3), restore=0, keep=3)
+    assert ckpt.open(tmp_path).steps() == [1, 2, 3]
+    assert newest(tmp_path) == 3
+
+
+def test_a_step_number_equal_to_the_restored_one_replaces_it(tmp_path: Path) -> None:
+    save_steps(tmp_path, (8, 9, 10))
+    save_steps(tmp_path, (10, 11), restore=10, keep=3)
+    assert ckpt.open(tmp_path).steps() == [9, 10, 11]
+    assert not (tmp_path / "lines").exists()
+
+
 def test_a_step_number_of_a_wrong_type_is_refused_after_a_restore(url: Path) -> None:
     with ckpt.Checkpointer(url, every=None) as ck:
         ck.restore(state_of(0))
