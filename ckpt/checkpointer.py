@@ -435,9 +435,11 @@ class Checkpointer:
             prepare_staging(state, self._options, self._require_open().group)
 
     def _is_due(self, step: int) -> bool:
-        return self._is_due_nearest(step) or (self._tiers is not None and self._tiers.is_due_by_number(step))
+        step_before, self._last_step = self._last_step, step
+        is_due_further = self._tiers is not None and self._tiers.is_due_by_number(step, step_before)
+        return self._is_due_nearest(step, step_before) or is_due_further
 
-    def _is_due_nearest(self, step: int) -> bool:
+    def _is_due_nearest(self, step: int, step_before: int | None) -> bool:
         every = self._every
         if every is None:
             return False
@@ -450,7 +452,6 @@ class Checkpointer:
                 )
             return due
         if isinstance(every, int):
-            step_before, self._last_step = self._last_step, step
             return reaches_multiple(step, step_before, every)
         elapsed = time.monotonic() - self._last_save_started_at
         return elapsed >= self._interval() and (every != "auto" or self._last_save is None or self._last_save.done())

@@ -176,9 +176,9 @@ class TierManager:
 
     # --- saving ------------------------------------------------------------------------------------------------
 
-    def is_due_by_number(self, step: int) -> bool:
+    def is_due_by_number(self, step: int, step_before: int | None = None) -> bool:
         """Return whether a further tier gets this step because of its number. Tiers with an interval of time do not count."""
-        return any(tier.spec.counts(step) for tier in self._open_tiers[1:])
+        return bool([tier for tier in self._open_tiers[1:] if tier.reaches(step, step_before)])
 
     def save(self, step: int, state: Any, options: Options, blocking: bool, all_tiers: bool) -> SaveHandle:
         """Save to the nearest tier that can take the step, and return the handle.

@@ -17,7 +17,7 @@ from ckpt.storage.base.errors import NoSpace, StoreError
 from ckpt.tiers.background_copier import BackgroundCopier
 from ckpt.tiers.tier_spec import MEMORY, Tier, stored_step_bytes
 from ckpt.training import heartbeat_page
-from ckpt.training.save_interval import interval_seconds
+from ckpt.training.save_interval import interval_seconds, reaches_multiple
 
 log = logging.getLogger("ckpt")
 
@@ -45,17 +45,30 @@ class OpenTier:
     """How many more saves skip this tier."""
     consecutive_failures: int = 0
     """How many saves to this tier have failed since the last one that succeeded."""
+    reached_step: int | None = None
+    """The last step that `reaches` has found due."""
 
     @property
     def url(self) -> str:
         """The URL of the repository of the tier."""
         return self.session.repo.url
 
+    def reaches(self, step: int, step_before: int | None) -> bool:
+        """Return whether the tier gets this step of a loop because of its number; `is_due` then returns it for the step, too.
+
+        step_before: the step that the loop reported before it, which may be several numbers lower; None if that is unknown.
+        """
+        every = self.spec.every
+        if not isinstance(every, int) or not reaches_multiple(step, step_before, every):
+            return False
+        self.reached_step = step
+        return True
+
     def is_due(self, step: int) -> bool:
         """Return whether the tier gets this step because of its number, or because its interval of time has passed."""
         every = self.spec.every
         if every is None or isinstance(every, int):
-            return self.spec.counts(step)
+            return self.spec.counts(step) or step == self.reached_step
         cost = self.copier.last_copy_seconds if self.copier else 0.0
         return time.monotonic() - self.last_promotion_at >= interval_seconds(every, cost)
 

@@ -318,3 +318,17 @@ def test_a_step_that_is_saved_again_after_a_roll_back_counts_in_all_tiers(
         train_and_wait(ck, range(7, 9))
         assert [set(damaged_steps(ckpt.open(tier))) for tier in (near, record)] == [set(), set()]
         assert [ckpt.open(tier).steps() for tier in (near, record)] == [[7, 8], [7, 8]]
+
+
+@pytest.mark.parametrize("near_every", [10, None])
+def test_a_loop_that_reports_some_steps_copies_them_to_the_record(tmp_path: Path, near_every: int | None) -> None:
+    """None of its numbers is one below a multiple of `every`: the first one after that is due, as without tiers."""
+    tiers = [ckpt.Tier(tmp_path / "near", every=near_every, keep=2)]
+    with ckpt.Checkpointer(tmp_path / "run", every=50, tiers=tiers, group=None) as ck:
+        train_and_wait(ck, range(0, 130, 10))
+        assert ckpt.open(tmp_path / "run").steps() == [50, 100]
+        assert ckpt.open(tmp_path / "near").steps() == ([110, 120] if near_every else [50, 100])
+    with ckpt.Checkpointer(tmp_path / "run", every=50, tiers=tiers, group=None) as ck:
+        start = ck.restore(state_of(0))[1]
+        train_and_wait(ck, range(start + 9, 170, 10))
+        assert ckpt.open(tmp_path / "run").steps()[-1] == 150
