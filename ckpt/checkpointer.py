@@ -179,7 +179,8 @@ class Checkpointer:
         strict: whether to raise IntegrityError instead of skipping a damaged step with a warning.
         rename, share_reads: as for `ckpt.load`.
 
-        After a roll-back, `ckpt-run` sets CKPT_BEFORE; a step below that number is then restored, if there is one.
+        After a roll-back, `ckpt-run` sets CKPT_BEFORE; a step below that number is then restored, if there is one. After the
+        first save that follows, it has no effect any more.
 
         If the restored step is not the newest, the next save opens a new training line. The steps saved after the restored
         one are then abandoned: they never count as the newest again, and `keep` deletes them first. A save of a lower number
@@ -211,7 +212,8 @@ class Checkpointer:
                 number = check_step(step)
                 start, loaded = number + 1, load_step(repo, number, request)
             else:
-                restore_step_limit = restore_step_limit_from_env()
+                has_saved_since = self._last_save is not None and session.lineage.base_step is None
+                restore_step_limit = None if has_saved_since else restore_step_limit_from_env()
                 if self._tiers is not None and session.group.rank == 0:  # it lists the steps for all ranks
                     wait_until_listed(self._tiers.repository)
                 # Unless `strict`, an IntegrityError means that all steps are damaged, so a restart would not help.

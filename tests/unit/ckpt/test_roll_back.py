@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 import ckpt
 from ckpt.groups.threads import ThreadGroup
+from ckpt.repository.damage_registry import damaged_steps
 from ckpt.tools import inspect
 from ckpt.training.restore_step_limit import RESTORE_STEP_LIMIT_VARIABLE
 
@@ -126,6 +127,26 @@ def test_a_roll_back_by_ckpt_run_makes_later_steps_the_newest(url: Path, monkeyp
         assert ckpt.open(url).steps() == [110, 115]
     monkeypatch.delenv(RESTORE_STEP_LIMIT_VARIABLE)
     assert newest(url) == 115
+
+
+@pytest.mark.parametrize("tiers", [0, 1])
+def test_a_restore_after_the_saves_that_follow_a_roll_back_is_of_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiers: int
+) -> None:
+    """The limit is about the steps that existed when the process began, and not about those that it has saved since."""
+    url = tmp_path / "run"
+    options: dict[str, Any] = {"every": None, "tiers": [ckpt.Tier(tmp_path / "near", keep=None)] * tiers}
+    with ckpt.Checkpointer(url, **options) as ck:
+        for step in OLD:
+            ck.save(step, state_of(step), blocking=True)
+    monkeypatch.setenv(RESTORE_STEP_LIMIT_VARIABLE, "120")
+    with ckpt.Checkpointer(url, **options) as ck:
+        for _ in range(2):
+            assert ck.restore(state_of(0))[1] == 111, "no step was saved since"
+        for step in (111, 125):
+            ck.save(step, state_of(step), blocking=True)
+        assert ck.restore(state_of(0))[1] == 126
+        assert 125 not in damaged_steps(ckpt.open(tmp_path / "near" if tiers else url))
 
 
 def test_a_damaged_step_that_was_passed_over_is_abandoned(url: Path) -> None:
