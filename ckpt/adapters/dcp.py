@@ -367,7 +367,7 @@ def _destination_leaf(tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) 
     saved = dtype_of_name(dtype)
     leaf = as_leaf(tensor if saved is None or tensor.dtype == saved else torch.empty(shape, dtype=saved))
     assert leaf is not None
-    return leaf
+    return leaf.target()
 
 
 def _as_pickled(value: object) -> io.BytesIO:

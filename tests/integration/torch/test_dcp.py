@@ -69,6 +69,21 @@ def test_dcp_saves_any_state_and_loads_any_step(tmp_path: Path) -> None:
     assert (other["step"], other["options"], float(other["half"].sum())) == (9, {"betas": (0.1, 0.2), "3": 4}, 0)
 
 
+def test_dcp_fills_a_lazy_view_with_the_saved_values(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    saved = torch.tensor([1 + 2j, 3 - 4j, 5j])
+    dcp.save({"x": saved, "imaginary": saved.imag.clone()}, storage_writer=Writer(tmp_path))
+    memory = torch.zeros(3, dtype=torch.complex64)
+    negative = torch.zeros(3, dtype=torch.complex64)
+    state = {"x": memory.conj(), "imaginary": negative.conj().imag}
+    assert (state["x"].is_conj(), state["imaginary"].is_neg()) == (True, True)
+    dcp.load(state, storage_reader=Reader(tmp_path))
+    assert torch.equal(state["x"].resolve_conj(), saved)
+    assert torch.equal(memory, saved.conj().resolve_conj())
+    assert torch.equal(state["imaginary"].resolve_neg(), saved.imag)
+
+
 def test_errors_of_dcp_name_what_is_wrong(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
