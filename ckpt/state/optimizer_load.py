@@ -19,12 +19,38 @@ def loads_by_parameter(value: object) -> bool:
 
 
 def load_optimizer_state(optimizer: Any, load: Callable[[Any], Any], saved: Any) -> None:
-    """Load the state of an optimizer, and then replace the tensors that torch has cast by the saved ones.
+    """Load the state of an optimizer, with the saved tensors in place of those that torch casts.
 
     load: the `load_state_dict` of the optimizer.
     saved: a state as `state_dict()` returns it; it may share tensors with the optimizer.
+
+    Hooks of the optimizer, and a class with its own `load_state_dict`, may change the state before or after torch casts it.
     """
-    load(saved)
+    given = [saved]
+    is_undone = False
+
+    def note_given(_: Any, state: Any) -> None:
+        given[0] = state
+
+    def undo(_: Any) -> None:
+        nonlocal is_undone
+        is_undone = True
+        _undo_all_casts(optimizer, given[0])
+
+    handles = []
+    if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):  # a wrapper may lack what the constructor of torch sets
+        handles.append(optimizer.register_load_state_dict_pre_hook(note_given))
+        handles.append(optimizer.register_load_state_dict_post_hook(undo, prepend=True))
+    try:
+        load(saved)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not is_undone:  # a `load_state_dict` of its own, which calls no hooks
+        _undo_all_casts(optimizer, saved)
+
+
+def _undo_all_casts(optimizer: Any, saved: Any) -> None:
     if not (isinstance(saved, dict) and isinstance(saved.get("state"), dict) and isinstance(saved.get("param_groups"), list)):
         return
     numbers = [number for group in saved["param_groups"] for number in group["params"]]

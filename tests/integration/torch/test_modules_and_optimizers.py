@@ -176,3 +176,33 @@ def test_state_of_other_types_than_the_parameters_is_loaded_as_saved(
     pairs = list(zip(leaves_of(saved.state_dict()["state"]), leaves_of(loaded.state_dict()["state"]), strict=True))
     assert len(pairs) > 2
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_load_keeps_what_hooks_of_an_optimizer_change(tmp_path: Path, when: str) -> None:
+    def made() -> Any:
+        return KeepsWideState([torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))])
+
+    def set_master(state: Any) -> dict[str, Any]:
+        entries = {number: {**entry, "master": torch.full((3,), 7.0)} for number, entry in state["state"].items()}
+        return {**state, "state": entries}
+
+    def set_half_master(optimizer: Any) -> None:
+        for entry in optimizer.state.values():
+            entry["master"] = torch.full((3,), 5.0, dtype=torch.bfloat16)
+
+    optimizer = made()
+    optimizer.step()
+    ckpt.save({"optimizer": optimizer}, tmp_path, 1)
+    fresh = made()
+    if when == "before":
+        fresh.register_load_state_dict_pre_hook(lambda _, state: set_master(state))
+        expected = torch.full((3,), 7.0)
+    else:
+        fresh.register_load_state_dict_post_hook(set_half_master)
+        expected = torch.full((3,), 5.0, dtype=torch.bfloat16)
+    ckpt.load(tmp_path, like={"optimizer": fresh})
+    entry = fresh.state_dict()["state"][0]
+    assert entry["master"].dtype == expected.dtype
+    assert torch.equal(entry["master"], expected)
+    assert torch.equal(entry["rows"], torch.full((3,), 1.0 + 1e-5))  # as saved, in fp32
