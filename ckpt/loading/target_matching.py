@@ -255,6 +255,11 @@ class TargetMatcher:
                 f"leaf {path or '(root)'}: {self._where} has dtype {saved.dtype}, `like` has {leaf.dtype}; "
                 "load into the saved dtype and convert afterwards"
             )
+        if "key" in node and (own := leaf.attributes().get("key", node["key"])) != node["key"]:
+            raise LeafMismatch(
+                f"leaf {path or '(root)'}: {self._where} has a key of {node['key']}, `like` has one of {own}; make the key of "
+                "`like` with the saved generator: jax.random.key(0, impl=…)"
+            )
         try:
             target = leaf.target()
         except TypeError as error:

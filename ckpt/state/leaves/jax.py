@@ -147,6 +147,9 @@ class AbstractLeaf(ArrayLeaf):
         self.nbytes = math.prod(self.shape) * self.itemsize
         self.flat = None
 
+    def attributes(self) -> Mapping[str, str | bool]:
+        return {"key": self._key} if self._key else {}
+
     def require_data(self) -> None:
         raise TypeError("a jax.ShapeDtypeStruct has a shape but no data: store the array")
 

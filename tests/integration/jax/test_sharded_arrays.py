@@ -196,3 +196,19 @@ def test_a_dtype_that_jax_would_convert_is_named(tmp_path: Path) -> None:
     with pytest.raises(ckpt.LeafMismatch) as error:
         ckpt.load(tmp_path)
     one_line(error, "leaf a.w", "jax converted float64 to float32", "jax_enable_x64")
+
+
+def test_a_key_does_not_load_into_a_key_of_another_generator(tmp_path: Path) -> None:
+    import jax
+
+    key = jax.random.key(3, impl="rbg")
+    ckpt.save({"key": key}, tmp_path, 1)
+    other = jax.random.key(0, impl="unsafe_rbg")  # its key data has the same shape, and other numbers follow from it
+    for like in (other, jax.eval_shape(lambda: other)):
+        with pytest.raises(ckpt.LeafMismatch, match="has a key of rbg, `like` has one of unsafe_rbg"):
+            ckpt.load(tmp_path, like={"key": like})
+    for like in (jax.random.key(0, impl="rbg"), jax.eval_shape(lambda: key)):
+        loaded = ckpt.load(tmp_path, like={"key": like})["key"]
+        assert jax.random.bits(loaded) == jax.random.bits(key)
+    raw = ckpt.load(tmp_path, like={"key": np.zeros(4, np.uint32)})["key"]
+    assert raw.tolist() == jax.random.key_data(key).tolist()
