@@ -174,7 +174,29 @@ def _without_annealing(get: Callable[[], Any]) -> Any:
 
 
 def _bit_generator_state(generator: np.random.BitGenerator) -> Stateful:
-    return Stateful(lambda: generator.state, lambda state: setattr(generator, "state", state))
+    def get() -> dict[str, Any]:
+        sequence: Any = generator.seed_seq
+        has_spawned = isinstance(sequence, np.random.SeedSequence) and sequence.n_children_spawned
+        return {**generator.state, **({_SEED_SEQUENCE: dict(sequence.state)} if has_spawned else {})}
+
+    def put(state: dict[str, Any]) -> None:
+        generator.state = state
+        if _SEED_SEQUENCE in state:
+            _set_seed_sequence(generator, np.random.SeedSequence(**state[_SEED_SEQUENCE]))
+
+    return Stateful(get, put)
+
+
+_SEED_SEQUENCE = "seed_sequence"
+"""The entry of the seed sequence of a generator that has spawned others: the next ones must be others than the earlier ones."""
+
+
+def _set_seed_sequence(generator: Any, saved: np.random.SeedSequence) -> None:
+    try:
+        generator.__setstate__((generator.state, saved))
+    except TypeError:  # numpy 1 can't replace a seed sequence, but one of the same seed can catch up
+        current = generator.seed_seq
+        current.spawn(max(0, saved.n_children_spawned - current.n_children_spawned))
 
 
 def _nested_tuple(state: Any) -> Any:

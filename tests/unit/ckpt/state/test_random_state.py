@@ -1,9 +1,15 @@
-"""The global generators of devices that this machine does not have, with modules of torch that stand for them."""
+"""Random generators: those of numpy that spawn others, and the global ones of devices that this machine does not have.
+
+Modules of torch stand for the devices.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 import ckpt
@@ -46,3 +52,21 @@ def test_the_generator_of_mps_is_saved_and_set(monkeypatch: pytest.MonkeyPatch) 
     saved = ckpt.RandomState().state_dict()
     ckpt.RandomState().load_state_dict(saved)
     assert [int(state) for state in states] == [1, 1]
+
+
+SEED = [2**70, 3]
+
+
+@pytest.mark.skipif(np.__version__.startswith("1."), reason="numpy 1 can't replace the seed sequence of a generator")
+@pytest.mark.parametrize(("seed", "spawned_before"), [(SEED, 0), (SEED, 1), (SEED, 9), (5, 0)])
+@pytest.mark.parametrize("kind", [np.random.PCG64, np.random.MT19937])
+def test_a_restored_generator_spawns_no_generator_again(tmp_path: Path, kind: Any, seed: Any, spawned_before: int) -> None:
+    generator = np.random.Generator(kind(SEED))
+    generator.spawn(2)
+    ckpt.save({"rng": generator}, tmp_path)
+    expected = [child.random() for child in generator.spawn(2)]
+    resumed = np.random.Generator(kind(seed))
+    resumed.spawn(spawned_before)
+    ckpt.load(tmp_path, like={"rng": resumed})
+    assert [child.random() for child in resumed.spawn(2)] == expected
+    assert resumed.random() == generator.random()
