@@ -18,7 +18,7 @@ from ckpt.aggregator.maintenance.repair_report import RepairCount, RepairReport
 from ckpt.aggregator.maintenance.scrub import require_exists, scrub_namespace
 from ckpt.aggregator.placement.rendezvous_hash import choose_members
 from ckpt.aggregator.records.file_record import FileLayout, PathRecord, fragment_bytes
-from ckpt.aggregator.records.ring_change import change_ring
+from ckpt.aggregator.records.ring_change import RecordsNotMoved, change_ring
 from ckpt.storage.base.errors import CkptError, InvalidArgument
 from ckpt.storage.base.plural import format_count
 
@@ -72,7 +72,8 @@ def remove_member(
 
     is_destroyed: whether its device never comes back. Required in a namespace of two members, where the other can't decide
     alone. progress: called with the number of bytes just written, from many threads. Raises InvalidArgument if too few
-    members are left.
+    members are left. If a record can't move because too few members have it undamaged, the others and their files still
+    move; the report names it, and the member still keeps records.
     """
     config = namespace.config
     require_exists(namespace)
@@ -88,21 +89,27 @@ def remove_member(
             f"without {member} {format_count(len(remaining), 'member')} can be reached, and {redundancy} needs "
             f"{redundancy.total_fragments}; start the others, or add a member to the URL, or use less redundancy"
         )
-    change_ring(namespace, remaining, member, is_destroyed)  # from now on no writer uses this member
+    damaged_records = {}
+    try:
+        change_ring(namespace, remaining, member, is_destroyed)  # from now on no writer uses this member
+    except RecordsNotMoved as error:  # the files of the other records can still move
+        damaged_records["the records"] = str(error)
     done, empty_rounds = RepairReport(), 0  # `done` is the report of all rounds
     while member in answers and not is_destroyed and empty_rounds < 2:  # files that were being written may still appear
         moved = _move_off(namespace, member, progress)
         done = replace(done, files=done.files + moved.files, nbytes=done.nbytes + moved.nbytes)
-        if moved.failed:
-            return replace(done, failed=moved.failed)
+        if moved.failed or damaged_records:
+            return replace(done, failed={**moved.failed, **damaged_records})
         empty_rounds = 0 if moved.files else empty_rounds + 1
         if empty_rounds:  # a record that was half-done may be settled a moment later; its writer moves the file too
             time.sleep(_RECHECK_SECONDS)
-    if config.etcd_url:
-        etcd.remove_announcement(*etcd.parse_etcd_url(config.etcd_url), member, credentials=config.etcd_credentials)
-    namespace.drop_member(member)
+    if not damaged_records:  # else it still keeps records
+        if config.etcd_url:
+            etcd.remove_announcement(*etcd.parse_etcd_url(config.etcd_url), member, credentials=config.etcd_credentials)
+        namespace.drop_member(member)
     rest = repair_namespace(namespace, scrub_namespace(namespace), progress=progress)
-    return replace(rest, files=rest.files + done.files, nbytes=rest.nbytes + done.nbytes)
+    failed = {**rest.failed, **damaged_records}
+    return replace(rest, files=rest.files + done.files, nbytes=rest.nbytes + done.nbytes, failed=failed)
 
 
 def rebalance_fragments(
@@ -120,7 +127,11 @@ def rebalance_fragments(
     namespace.update_domains(namespace.commit_timeout_seconds, wait_for_all=True)
     every = {m.name: m for m in (*namespace.ring.members, *(m.location for m in namespace.config.members))}
     locations = namespace.with_known_domains(every.values())
-    change_ring(namespace, locations, tolerated_losses=namespace.config.redundancy.tolerated_losses)
+    damaged_records = {}
+    try:
+        change_ring(namespace, locations, tolerated_losses=namespace.config.redundancy.tolerated_losses)
+    except RecordsNotMoved as error:  # the files of the other records can still move
+        damaged_records["the records"] = str(error)
     namespace.set_locations(locations)
 
     def members_to_leave(layout: FileLayout, index: int, version: str) -> set[str]:
@@ -129,7 +140,8 @@ def rebalance_fragments(
         key = f"{version}/{index}"
         return current_members - set(choose_members(key, namespace.locations, len(stripe.fragments)))
 
-    return _move_fragments(namespace, members_to_leave, set(), progress, on_planned_bytes)
+    moved = _move_fragments(namespace, members_to_leave, set(), progress, on_planned_bytes)
+    return replace(moved, failed={**moved.failed, **damaged_records})
 
 
 def _move_fragments(

@@ -11,6 +11,10 @@ from ckpt.storage.base.errors import StoreError, Unavailable
 from ckpt.storage.registers.base import NO_BALLOT, Ballot, DamagedRecord, Record, RegisterAnswer
 
 
+class RecordDamaged(Unavailable):
+    """Enough members answer, but too few of them have the record of a path undamaged."""
+
+
 @dataclass(frozen=True, slots=True)
 class VotingGroup:
     """The members that keep the register of a path under one record ring, and their quorum."""
@@ -68,13 +72,17 @@ def no_quorum_error(
     *,
     is_write: bool,
 ) -> Unavailable:
-    """Return the error for the first group that has no quorum. answers, errors: by member."""
+    """Return the error for the first group that has no quorum: RecordDamaged if enough of its members answer.
+
+    answers, errors: by member.
+    """
     voting = {m for m, a in answers.items() if isinstance(a, Record)}
     needed = {g: g.quorum.write if is_write else g.quorum.read for g in replica_set.groups}
     group = next(g for g in replica_set.groups if len(voting.intersection(g.members)) < needed[g])
     reasons = [f"{m}: {a.reason}" for m, a in answers.items() if m in group.members and isinstance(a, DamagedRecord)]
     reasons += [f"{m}: {e}" for m, e in errors.items() if m in group.members]
-    return Unavailable(
+    kind = RecordDamaged if len(answers.keys() & set(group.members)) >= needed[group] else Unavailable
+    return kind(
         f"can't {'change' if is_write else 'read'} {path}: {len(voting.intersection(group.members))} of the "
         f"{len(group.members)} members that keep its record answer, {needed[group]} are needed ({'; '.join(reasons)}); "
         "start the missing ones"

@@ -27,15 +27,20 @@ from ckpt.aggregator.records import record_ring
 from ckpt.aggregator.records.namespace_records import NamespaceRecords
 from ckpt.aggregator.records.paxos import BATCH_PATHS
 from ckpt.aggregator.records.record_ring import RecordRing
-from ckpt.aggregator.records.replica_set import ballots_by_name, is_lagging
+from ckpt.aggregator.records.replica_set import RecordDamaged, ballots_by_name, is_lagging
 from ckpt.storage.base.errors import Changed, InvalidArgument, StoreError, Unavailable
 from ckpt.storage.base.failpoints import failpoint
+from ckpt.storage.base.plural import first_few, format_count
 from ckpt.storage.registers.base import ABSENT_NAME, DamagedRecord, Record, is_final
 
 log = logging.getLogger("ckpt")
 
 RecordProgress = Callable[[int], None]
 """Called with the number of records that have just moved."""
+
+
+class RecordsNotMoved(Unavailable):
+    """Too few members have some records undamaged. The new members have all others, and the ring change is not complete."""
 
 
 def change_ring(
@@ -48,7 +53,8 @@ def change_ring(
     comes back; required in a namespace of two members, where the other can't decide alone. progress: called with the number of
     records just moved. tolerated_losses: how many members may be lost, if that is more than before.
 
-    Raises InvalidArgument, Unavailable, and Changed if another client changed the ring at the same time.
+    Raises InvalidArgument, Unavailable, its subclass RecordsNotMoved where only damaged records did not move, and Changed if
+    another client changed the ring at the same time.
     """
     records.invalidate_ring()
     old = records.ring
@@ -142,7 +148,10 @@ def _prepare_members(records: NamespaceRecords, old: RecordRing, names: set[str]
 def complete_ring_change(
     records: NamespaceRecords, destroyed: str = "", progress: RecordProgress = lambda _: None
 ) -> RecordRing:
-    """Complete a ring change that was begun, if there is one, and return the current ring."""
+    """Complete a ring change that was begun, if there is one, and return the current ring.
+
+    Raises Unavailable, its subclass RecordsNotMoved where only damaged records did not move, and Changed.
+    """
     records.invalidate_ring()
     moving = records.ring
     if moving.previous is None:
@@ -154,11 +163,18 @@ def complete_ring_change(
     answers, _ = records.scan("", is_fencing=True)
     found = {name for scanned in answers.values() for name, _ in scanned}
     names = sorted(name for name in found if not name.startswith(record_ring.RING_PREFIX))
+    damaged: dict[str, str] = {}
     for start in range(0, len(names), BATCH_PATHS):
         batch = names[start : start + BATCH_PATHS]
-        records.settle(batch, on_all_members=False)
-        progress(len(batch))
+        failed = _settle_undamaged(records, batch)
+        progress(len(batch) - len(failed))
+        damaged |= failed
         failpoint("ring.settled")
+    if damaged:  # the members that have what is left of these records keep their part in the ring
+        raise RecordsNotMoved(
+            f"{format_count(len(damaged), 'record')} can't be copied to other members ({first_few([*damaged], 10)}); the other "
+            f"records are: {next(iter(damaged.values()))}"
+        )
     moved = record_ring.next_ring(moving, moving.members, None, moving.removed_members, moving.tolerated_losses)
     _agree_on_ring(records, moving, moved, destroyed)
     failpoint("ring.moved")
@@ -167,6 +183,21 @@ def complete_ring_change(
     _settle_lagging_members(records, moved)
     log.warning("the records of %s are kept by %s now", records.url, ", ".join(member.name for member in moved.members))
     return moved
+
+
+def _settle_undamaged(records: NamespaceRecords, names: list[str]) -> dict[str, str]:
+    """Write records to a quorum of their replica sets. Return the reason for each that too few members have undamaged.
+
+    One such record makes the call for a whole batch fail, so the batch is halved until it is alone.
+    """
+    try:
+        records.settle(names, on_all_members=False)
+    except RecordDamaged as error:
+        if len(names) == 1:
+            return {names[0]: str(error)}
+        half = len(names) // 2
+        return _settle_undamaged(records, names[:half]) | _settle_undamaged(records, names[half:])
+    return {}
 
 
 def _agree_on_ring(records: NamespaceRecords, old: RecordRing, new: RecordRing, destroyed: str) -> None:

@@ -6,14 +6,15 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from helpers.damaged_namespaces import assert_whole, content, filled_namespace
+from helpers.damaged_namespaces import assert_whole, content, damage_record, filled_namespace
 from helpers.nodes import LocalNode, directories
 from helpers.whole_namespaces import require_whole
 
 from ckpt.aggregator.cluster.config import config_from_table
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import rebalance
-from ckpt.storage.base.errors import InvalidArgument
+from ckpt.storage.base.errors import InvalidArgument, Unavailable
+from ckpt.storage.member.device import MemberInfo
 from ckpt.storage.node.server import NodeOptions
 from ckpt.storage.testing import random_bytes
 
@@ -93,3 +94,37 @@ def test_a_second_rebalancing_moves_nothing_whichever_host_it_runs_on(tmp_path: 
         require_whole(namespace, verify=True)
         for i in range(20):
             assert namespace.get(f"f{i}") == random_bytes(40_000, i)
+
+
+@pytest.mark.parametrize("change", ["rebalance", "forget", "forget a lost one"])
+def test_a_record_without_a_quorum_stops_no_change_of_the_members(tmp_path: Path, change: str) -> None:
+    """The other records and files move, the report names this record, and no member drops what is left of it."""
+    namespace = filled_namespace(tmp_path, "2x", 4)
+    keepers = namespace.ring.replica_set("/d/f1").members
+    for member in keepers[:2]:
+        damage_record(tmp_path / member, "d/f1")
+    namespace.close()
+    namespace = Namespace(directories(tmp_path, 6, deadline_seconds=2.0))
+    removed = keepers[2]
+    if change == "forget a lost one":
+        (tmp_path / removed / "objects").rename(tmp_path / "lost")
+        namespace.open_members[removed].info = refuse  # type: ignore[method-assign]
+    done = rebalance.rebalance_fragments(namespace) if change == "rebalance" else rebalance.remove_member(namespace, removed)
+    assert "/d/f1" in done.failed["the records"]
+    assert done.files
+    assert removed in namespace.ring.all_members, "it has the only record that is whole"
+    assert [name for name, _ in namespace.open_members[removed].registers.scan("/d/f1")] == ["/d/f1"]
+    for path, data in content().items():
+        file = namespace.stat(path) if path != "d/f1" else None
+        if file is not None and file.layout is not None and change != "rebalance":
+            assert removed not in {each.member for each in file.layout.objects}
+        if path != "d/f1":
+            assert namespace.get(path) == data
+    with pytest.raises(Unavailable, match="d/f1"):
+        namespace.list()
+    namespace.close()
+
+
+def refuse() -> MemberInfo:
+    """Fail as a member that does not answer."""
+    raise Unavailable("it does not answer")
