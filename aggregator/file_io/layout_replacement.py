@@ -49,8 +49,9 @@ def replace_layout(
     """Give the record of a file another layout if the record still is `old`, and return the outcome.
 
     Old objects that the record does not name are deleted, except `kept_objects`; all stay if a rename may need them, or if
-    the file was replaced or appended to meanwhile. New objects that the record does not name are deleted. fence_number: the
-    number that was read before the new objects were written.
+    the file was replaced or appended to meanwhile. New objects that the record does not name are deleted, unless the record
+    may have named them and the file been renamed since. fence_number: the number that was read before the new objects were
+    written.
 
     Raises StoreError if some of the new objects can't be used any more, and Unavailable if the record can't be changed now.
     In both cases the new objects may stay, as the record may name them.
@@ -58,15 +59,22 @@ def replace_layout(
     assert old.layout is not None
     old_names = {o.name for o in old.layout.objects}
     proposed_layouts = [drop_unused_objects(layout)]  # the last is proposed; the others have the same objects by other names
+    possibly_accepted: set[int] = set()  # the indices of those that a member may have accepted
     # The head too: a file may get another length or version without any change of its stripes.
     expected_value = file_record.encode_record(old)
 
     def decide(_: str, value: RegisterValue | None) -> RegisterValue | None:
         if value != expected_value:
             return None
+        possibly_accepted.add(len(proposed_layouts) - 1)
         return file_record.encode_record(replace(old, layout=proposed_layouts[-1]))
 
-    def on_outdated(_: bool, __: int) -> None:
+    def on_refused(_: Collection[str]) -> None:
+        possibly_accepted.discard(len(proposed_layouts) - 1)
+
+    def on_outdated(may_be_accepted: bool, _: int) -> None:
+        if not may_be_accepted:
+            on_refused(())
         own_names = {o.name for o in proposed_layouts[-1].objects} - old_names
         relinked, unlinked = relink_objects(member_io, proposed_layouts[-1], own_names)
         if unlinked:
@@ -77,7 +85,7 @@ def replace_layout(
         proposed_layouts.append(relinked)
 
     failpoint("repair.record")
-    after = records.update_record_fenced(fence_number, path, decide, on_outdated)
+    after = records.update_record_fenced(fence_number, path, decide, on_outdated, on_refused=on_refused)
     current = None if after is None else file_record.decode_record(path, after)
     current_names = {o.name for o in current.layout.objects} if current is not None and current.layout is not None else set()
     new_names = {o.name for each in proposed_layouts for o in each.objects}
@@ -85,9 +93,12 @@ def replace_layout(
     if current is not None and current.layout in proposed_layouts:  # it may have fewer fragments, and no new objects
         is_replaced = True
     has_rename_token = bool(old.rename_token or (current is not None and current.rename_token))
-    if current is not None and current.head.version == old.head.version and not has_rename_token:
+    is_not_renamed = current is not None and current.head.version == old.head.version and not has_rename_token
+    if is_not_renamed:
         member_io.discard_layouts([old.layout], {*current_names, *kept_objects, *new_names})
-    member_io.discard_layouts(proposed_layouts, current_names | old_names)  # new objects that the record does not name
+    # Where the answer to an accepted proposal was lost, a rename may have given the new objects to another path.
+    unneeded = [each for i, each in enumerate(proposed_layouts) if is_not_renamed or i not in possibly_accepted]
+    member_io.discard_layouts(unneeded, current_names | old_names)
     if not is_replaced:
         log.info("%s was changed while its fragments were moved; the new fragments are not used", path)
         return Replacement.CHANGED

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.damaged_namespaces import large_file
@@ -14,7 +15,7 @@ from ckpt.aggregator.file_io import layout_replacement
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import all_records, rebalance, repair, scrub
 from ckpt.aggregator.records.file_record import MemberObject
-from ckpt.storage.base.errors import Unavailable
+from ckpt.storage.base.errors import StoreError, Unavailable
 from ckpt.storage.testing import random_bytes
 
 CONTENT = random_bytes(300_000, 1)
@@ -224,3 +225,42 @@ def test_a_drain_moves_a_file_that_is_renamed_meanwhile(
         assert layout is not None
         assert holder not in [o.member for o in layout.objects]
         assert namespace.get("b") == content
+
+
+def lose_answer(monkeypatch: pytest.MonkeyPatch, namespace: Namespace, path: str, change: Callable[[], object]) -> list[str]:
+    """Let the answer to the next direct change of a path get lost, and run `change` before the client notices."""
+    registers = namespace.open_members[namespace.ring.replica_set(f"/{path}").members[0]].registers
+    make, calls = registers.change, list[str]()
+
+    def change_without_an_answer(*arguments: Any, **options: Any) -> list[bool]:
+        done = make(*arguments, **options)
+        if not calls:
+            calls.append(path)
+            assert done == [True]
+            change()
+            raise StoreError("the answer was lost")
+        return done
+
+    monkeypatch.setattr(registers, "change", change_without_an_answer)
+    return calls
+
+
+@pytest.mark.parametrize(("work", "redundancy"), [("drain", "1x"), ("drain", "2x"), ("repair", "2x")])
+def test_a_move_whose_answer_was_lost_keeps_the_fragments_of_a_renamed_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str, redundancy: str
+) -> None:
+    """The file has its new fragments, and then another name: the record of its old name does not show that."""
+    with closing(open_namespace(tmp_path, redundancy)) as mover, closing(open_namespace(tmp_path, redundancy)) as other:
+        mover.put("a", CONTENT)
+        member = holders(mover)[0]
+        if work == "repair":
+            lose_object(mover)
+        found = scrub.scrub_namespace(mover)
+        calls = lose_answer(monkeypatch, mover, "a", lambda: other.rename("a", "b"))
+        if work == "repair":
+            repair.repair_namespace(mover, found)
+        else:
+            rebalance.drain_member(mover, member)
+        assert calls == ["a"]
+        assert other.get("b") == CONTENT
+        assert not scrub.scrub_namespace(other).damaged_files
