@@ -234,7 +234,8 @@ class _PublicationState:
             return None
         file = proposed
         if base is not None and base.layout and old and old.layout and old.layout != base.layout and proposed.layout:
-            file = replace(proposed, layout=file_record.rebase_layout(proposed.layout, base.layout, old.layout))
+            layout = file_record.rebase_layout(proposed.layout, old.layout, proposed.head.nbytes)
+            file = replace(proposed, layout=layout)
         self.file = file
         if removed_members := _removed_members_of(self._records, file):
             current_condition = replace(condition, base=base if base is None else old)

@@ -187,12 +187,14 @@ def has_same_content(one: PathRecord, other: PathRecord) -> bool:
     return one.layout.redundancy == other.layout.redundancy and has_same_stripes(one.layout.stripes, other.layout.stripes)
 
 
-def rebase_layout(layout: FileLayout, base: FileLayout, current: FileLayout) -> FileLayout:
-    """Return a layout that was appended to `base`, rebased on `current`, which `base` is now: repairs may move its fragments.
+def rebase_layout(layout: FileLayout, current: FileLayout, length: int) -> FileLayout:
+    """Return a layout that was appended to a file, rebased on the `current` layout of that file: repairs may move fragments.
 
-    The result has the stripes of `current`, and after them the stripes that `layout` has added to `base`.
+    The result has the stripes of `current`, cut to `length`, and after them the stripes that were added.
+
+    length: that of the file with `layout`, which may be shorter than the file to which it was appended.
     """
-    objects = list(current.objects)
+    objects, kept = list(current.objects), truncate_stripes(current.stripes, length)
 
     def rebased(fragment: Fragment | None) -> Fragment | None:
         if fragment is None:
@@ -202,8 +204,8 @@ def rebase_layout(layout: FileLayout, base: FileLayout, current: FileLayout) -> 
             objects.append(member_object)
         return replace(fragment, object_index=objects.index(member_object))
 
-    added = [replace(s, fragments=tuple(map(rebased, s.fragments))) for s in layout.stripes[len(base.stripes) :]]
-    return FileLayout(current.redundancy, tuple(objects), (*current.stripes, *added))
+    added = [replace(s, fragments=tuple(map(rebased, s.fragments))) for s in layout.stripes[len(kept) :]]
+    return FileLayout(current.redundancy, tuple(objects), (*kept, *added))
 
 
 def min_fragments(layout: FileLayout, stripes: Sequence[Stripe] | None = None) -> int:

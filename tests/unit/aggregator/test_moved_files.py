@@ -264,3 +264,20 @@ def test_a_move_whose_answer_was_lost_keeps_the_fragments_of_a_renamed_file(
         assert calls == ["a"]
         assert other.get("b") == CONTENT
         assert not scrub.scrub_namespace(other).damaged_files
+
+
+@pytest.mark.parametrize("redundancy", ["2x", "4+2"])
+def test_a_file_that_is_cut_while_its_fragments_move_stays_cut(tmp_path: Path, redundancy: str) -> None:
+    """The bytes beyond the new end must not appear again where the file grows later."""
+    with closing(open_namespace(tmp_path, redundancy)) as client, closing(open_namespace(tmp_path, redundancy)) as mover:
+        client.put("a", CONTENT)
+        append(client, ADDED)
+        for length in (320_000, 100_000):  # within the second stripe, and within the first one
+            with client.create("a", aligned=False, base=client.stat("a")) as writer:
+                writer.append(memoryview(ADDED))
+                writer.truncate(length)
+                assert rebalance.drain_member(mover, holders(mover)[0]).files
+                writer.commit()
+            assert client.get("a") == (CONTENT + ADDED)[:length]
+        extend(client, 250_000)
+        assert client.get("a") == CONTENT[:100_000] + bytes(250_000)
