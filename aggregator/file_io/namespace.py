@@ -123,15 +123,18 @@ class Namespace(NamespaceRecords):
             raise outcome.error()
         return outcome
 
-    def delete(self, paths: Iterable[str]) -> Sequence[str]:
-        """Delete files and folder marks, and return the paths that existed. It is no error if a path does not exist.
+    def delete(self, paths: Iterable[str], *, only_folders: bool = False) -> Sequence[str]:
+        """Delete files and folder marks, and return the paths that were deleted. It is no error if a path does not exist.
+
+        only_folders: keep files.
 
         Raises Unavailable, also where a file may have been written after others have completed this deletion: it is kept.
         """
         every = [check_path(path) for path in paths]
         if not every or not self.exists():  # only a write creates the namespace
             return []
-        deletion = Deletion(lambda file: file.exists, waits_for_quorum=True)
+        kinds = ("folder",) if only_folders else ("file", "folder")
+        deletion = Deletion(lambda file: file.head.kind in kinds, waits_for_quorum=True)
         names = [f"/{path}" for path in every]
         after = self.update_records_fenced(self.ring.fence_number, names, deletion.decide, deletion.on_outdated)
         if rest := [f"/{path}" for path in deletion.unsettled_paths if path not in deletion.replaced]:

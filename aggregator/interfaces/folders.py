@@ -97,7 +97,8 @@ def move_folder(namespace: Namespace, old: str, new: str, rename: Callable[[str,
             rename(name, new_name)
         else:
             _mark_folder(namespace, new_name)
-    namespace.delete([*(name for name, head in below.items() if head.kind == "folder"), old])
+    folders = [*(name for name, head in below.items() if head.kind == "folder"), old]
+    namespace.delete(folders, only_folders=True)  # another client may have written a file of such a name meanwhile
 
 
 def _mark_folder(namespace: Namespace, path: str) -> None:

@@ -13,6 +13,7 @@ from helpers.races import collect_orphans_at_once as collect_orphans_at_once
 from helpers.races import open_client as open_client
 
 from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.interfaces.folders import move_folder
 from ckpt.aggregator.maintenance import repair, scrub
 from ckpt.aggregator.maintenance.rebalance import drain_member
 from ckpt.aggregator.placement.redundancy import parse_redundancy
@@ -28,6 +29,27 @@ def test_a_delete_after_a_rename_that_a_member_missed_deletes_nothing(open_clien
     other.rename("x", "y")
     assert not one.delete(["x"])
     assert one.get("y") == FIRST
+
+
+@pytest.mark.parametrize("has_mark", [False, True])
+def test_a_file_written_at_the_old_name_of_a_moved_folder_stays(open_client: Callable[[], Namespace], has_mark: bool) -> None:
+    """Another client removes the folder, which is empty for a moment, and writes a file of its name."""
+    one, other = open_client(), open_client()
+    if has_mark:
+        one.make_folder("old")
+        one.make_folder("old/sub")
+    one.put("old/x", FIRST)
+
+    def rename_and_replace(old: str, new: str) -> None:
+        one.rename(old, new)
+        for path in ("old", "old/sub") if has_mark else ("old",):
+            other.delete([path])
+            other.put(path, SECOND)
+
+    move_folder(one, "old", "new", rename_and_replace)
+    assert one.get("new/x") == FIRST
+    assert one.get("old") == SECOND
+    assert not has_mark or one.get("old/sub") == SECOND
 
 
 def test_a_file_renamed_twice_at_once_is_readable_by_both_names(
