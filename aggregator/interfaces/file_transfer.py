@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.file_io.reader import FileReader
 from ckpt.aggregator.records.file_record import USUAL_STRIPE_BYTES
-from ckpt.storage.base.store import Writer
+from ckpt.storage.base.store import Buffer, Writer
 
 if TYPE_CHECKING:
     from fsspec.callbacks import Callback
@@ -23,6 +23,13 @@ def read_file_range(namespace: Namespace, path: str, start: int | None, end: int
         data = bytearray(max(0, last - first))
         reader.read_into(first, memoryview(data))
         return bytes(data)
+
+
+def append_in_stripes(data: Buffer, writer: Writer) -> None:
+    """Append bytes of any length, in parts: a member that takes too long for one append counts as failed."""
+    view = memoryview(data).cast("B")
+    for start in range(0, len(view), USUAL_STRIPE_BYTES):
+        writer.append(view[start : start + USUAL_STRIPE_BYTES])
 
 
 def append_local_file(local_path: str, callback: Callback, writer: Writer) -> None:

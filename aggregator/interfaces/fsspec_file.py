@@ -13,6 +13,7 @@ from fsspec.spec import AbstractBufferedFile
 
 from ckpt.aggregator.cluster.config import full_path
 from ckpt.aggregator.file_io.namespace import Namespace
+from ckpt.aggregator.interfaces.file_transfer import append_in_stripes
 from ckpt.aggregator.interfaces.folders import ParentCheck
 from ckpt.aggregator.records.file_record import RecordHead
 from ckpt.storage.base.errors import AlreadyExists, Changed, InvalidName, StoreError, error_number
@@ -154,7 +155,7 @@ class CkptFile(AbstractBufferedFile):  # type: ignore[misc]
         data = self.buffer.getbuffer()
         if len(data):
             assert self._writer is not None
-            call_with_os_errors(self.path, self._writer.append, data)
+            call_with_os_errors(self.path, append_in_stripes, data, self._writer)
         if final and self.autocommit:
             self.commit()
         return True

@@ -28,7 +28,7 @@ from fsspec.utils import stringify_path
 
 from ckpt.aggregator.cluster.config import NAMESPACE_SCHEME, full_path, is_full_path, join_url, split_full_path, split_url
 from ckpt.aggregator.file_io.namespace import Namespace, open_namespace
-from ckpt.aggregator.interfaces.file_transfer import append_file, append_local_file, download_file, read_file_range
+from ckpt.aggregator.interfaces import file_transfer
 from ckpt.aggregator.interfaces.folders import ParentCheck, parent_folders, remove_folder
 from ckpt.aggregator.interfaces.fsspec_file import (
     CkptFile,
@@ -240,14 +240,14 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
 
     async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: object) -> bytes:
         location = self.resolve(path)
-        return await self._call_in_thread(path, read_file_range, location.namespace, location.path, start, end)
+        return await self._call_in_thread(path, file_transfer.read_file_range, location.namespace, location.path, start, end)
 
     async def _pipe_file(self, path: str, value: Buffer, mode: str = "overwrite", **_: object) -> None:
         await self._call_in_thread(path, self._put_whole, self.resolve(path), value, mode == "create")
 
     def _put_whole(self, location: ResolvedPath, value: Buffer, new: bool = False) -> None:
         if self._intrans:
-            self._write(location, memoryview(value).nbytes, lambda writer: writer.append(memoryview(value)), new)
+            self._write(location, memoryview(value).nbytes, functools.partial(file_transfer.append_in_stripes, value), new)
             return
         location.parent_check.check(location.path)
         location.namespace.put(location.path, value, new)
@@ -279,7 +279,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
             return
         size = os.path.getsize(lpath)
         callback.set_size(size)
-        append = functools.partial(append_local_file, lpath, callback)
+        append = functools.partial(file_transfer.append_local_file, lpath, callback)
         await self._call_in_thread(rpath, self._write, location, size, append, mode == "create")
 
     async def _get_file(self, rpath: str, lpath: str, callback: Callback = DEFAULT_CALLBACK, **_: object) -> None:
@@ -287,7 +287,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
         if (await self._info(rpath))["type"] == "directory":
             os.makedirs(lpath, exist_ok=True)
             return
-        await self._call_in_thread(rpath, download_file, location.namespace, location.path, lpath, callback)
+        await self._call_in_thread(rpath, file_transfer.download_file, location.namespace, location.path, lpath, callback)
 
     async def _cp_file(self, path1: str, path2: str, **_: object) -> None:
         source, target = self.resolve(path1), self.resolve(path2)
@@ -299,7 +299,7 @@ class CkptFileSystem(AsyncFileSystem):  # type: ignore[misc]
 
     def _copy_between(self, source: ResolvedPath, target: ResolvedPath) -> None:
         with source.namespace.open(source.path) as reader:
-            self._write(target, reader.file.head.nbytes, functools.partial(append_file, reader))
+            self._write(target, reader.file.head.nbytes, functools.partial(file_transfer.append_file, reader))
 
     def _open(
         self, path: str, mode: str = "rb", block_size: int | None = None, autocommit: bool = True,

@@ -362,3 +362,22 @@ def test_errors_have_the_numbers_of_the_system(error: type[StoreError], number: 
         call_with_os_errors("a/b", fail)
     assert (caught.value.errno, caught.value.filename) == (number, "a/b")
     assert type(caught.value) is type(OSError(number, "why"))
+
+
+@pytest.mark.parametrize("way", ["pipe", "transaction", "write"])
+def test_a_large_write_is_stored_in_usual_stripes(filesystem: CkptFileSystem, way: str) -> None:
+    """Each append has a deadline: a write of gigabytes in one append would fail on a slow network."""
+    data = random_bytes(20_000_000)
+    if way == "write":
+        with filesystem.open("large", "wb") as file:
+            file.write(b"1")
+            file.write(data)
+    elif way == "pipe":
+        filesystem.pipe("large", b"1" + data)
+    else:
+        with filesystem.transaction:
+            filesystem.pipe("large", b"1" + data)
+    layout = filesystem.namespace.stat("large").layout
+    assert layout is not None
+    assert max(stripe.nbytes for stripe in layout.stripes) <= 8 << 20
+    assert filesystem.cat("large") == b"1" + data
