@@ -89,7 +89,7 @@ def remove_member(
             f"without {member} {format_count(len(remaining), 'member')} can be reached, and {redundancy} needs "
             f"{redundancy.total_fragments}; start the others, or add a member to the URL, or use less redundancy"
         )
-    damaged_records = {}
+    damaged_records: dict[str, str] = {}
     try:
         change_ring(namespace, remaining, member, is_destroyed)  # from now on no writer uses this member
     except RecordsNotMoved as error:  # the files of the other records can still move
@@ -127,7 +127,7 @@ def rebalance_fragments(
     namespace.update_domains(namespace.commit_timeout_seconds, wait_for_all=True)
     every = {m.name: m for m in (*namespace.ring.members, *(m.location for m in namespace.config.members))}
     locations = namespace.with_known_domains(every.values())
-    damaged_records = {}
+    damaged_records: dict[str, str] = {}
     try:
         change_ring(namespace, locations, tolerated_losses=namespace.config.redundancy.tolerated_losses)
     except RecordsNotMoved as error:  # the files of the other records can still move
