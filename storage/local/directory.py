@@ -307,7 +307,8 @@ class LocalStore(Store):
         return super().exists(name)
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
-        return self._run_listing(walk_files(self._folder(prefix), f"{prefix}/" if prefix else "", self._follows_links))
+        names_begin = f"{prefix}/" if prefix else ""
+        return self._run_listing(walk_files(self._folder(prefix), names_begin, self.root, self._follows_links))
 
     def _run_listing(self, found: Iterator[T]) -> Iterator[T]:
         """Return the items of a listing, one by one. If the file system may hang, list in another thread, with a timeout."""
@@ -316,7 +317,7 @@ class LocalStore(Store):
         return iter(call_in_thread(partial(builtins.list, found), f"listing {self.root}"))
 
     def list_folders(self, prefix: str = "") -> Iterator[str]:
-        return self._run_listing(scan_folders(self._folder(prefix), self._follows_links))
+        return self._run_listing(scan_folders(self._folder(prefix), self.root, self._follows_links))
 
     # --- deleting ----------------------------------------------------------------------------------------------
 
@@ -380,11 +381,9 @@ def _open_to_read(path: str, root: str) -> int:
     with convert_os_errors("opening", path):
         try:
             fd = os.open(path, os.O_RDONLY)
-        except NotADirectoryError as error:
-            raise FileNotFoundError(errno.ENOENT, "no such file", path) from error
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError) as error:
             require_target(path, root)
-            raise
+            raise FileNotFoundError(errno.ENOENT, "no such file", path) from error
         if stat.S_ISDIR(os.fstat(fd).st_mode):
             os.close(fd)
             raise FileNotFoundError(errno.ENOENT, "a folder", path)

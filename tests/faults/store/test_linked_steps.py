@@ -130,3 +130,42 @@ def test_a_member_lists_no_link_because_it_opens_none(tmp_path: Path) -> None:
     assert list(store.list_folders()) == []
     with pytest.raises(StoreError, match="leads through a symbolic link"):
         store.get("a/x")
+
+
+def test_a_link_through_a_file_ends_no_listing_early(tmp_path: Path) -> None:
+    """Such a link leads to a folder that is now a file. Its entry may come before those of other steps."""
+    store = LocalStore(tmp_path / "store")
+    for step in range(8):
+        store.put(f"steps/{step}/x", b"1")
+    (tmp_path / "disk").write_bytes(b"")
+    (tmp_path / "store/steps/3b").symlink_to(tmp_path / "disk/3b")
+    with pytest.raises(StoreError, match="steps/3b is a symbolic link to .*disk/3b, which does not exist"):
+        list(store.list("steps"))
+    with pytest.raises(StoreError, match="symbolic link") as raised:
+        store.get("steps/3b/x")
+    assert not isinstance(raised.value, NotFound)
+    with pytest.raises(NotFound):
+        store.get("steps/0/x/y")
+
+
+@pytest.mark.parametrize("listed", ["steps", "steps/1"])
+def test_a_folder_behind_a_link_to_nothing_is_not_empty(tmp_path: Path, listed: str) -> None:
+    store = LocalStore(tmp_path / "store")
+    store.put("steps/1/x", b"1")
+    move_behind_link(tmp_path / "store/steps", tmp_path / "disk").rename(tmp_path / "away")
+    for listing in (store.list, store.list_folders):
+        with pytest.raises(StoreError, match="store/steps is a symbolic link to .*disk/steps, which does not exist") as raised:
+            list(listing(listed))
+        assert not isinstance(raised.value, NotFound)
+    assert [*store.list("lines"), *store.list_folders("lines")] == []
+
+
+def test_a_run_whose_steps_are_not_mounted_is_not_new(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save_three_steps(run)
+    away = move_behind_link(run / "steps", tmp_path / "disk").rename(tmp_path / "away")
+    with pytest.raises(StoreError, match="steps is a symbolic link to .* mount its disk") as raised:
+        ckpt.load(run)
+    assert not isinstance(raised.value, NotFound)
+    away.rename(tmp_path / "disk/steps")
+    assert_is_state_of(2, run)
