@@ -78,8 +78,7 @@ class FsspecStore(Store):
     def put_new(self, name: str, data: Buffer) -> None:
         path = self._path(name)
         with _put_new_lock, self._convert_errors("writing", path):
-            self._fs.invalidate_cache()
-            if self._fs.exists(path):
+            if self._is_taken(path):
                 raise FileExistsError(path)
             if self._has_native_rename:
                 self._write_object(path, bytes(data))
@@ -137,6 +136,15 @@ class FsspecStore(Store):
             with suppress(Exception):
                 self._fs.rm_file(temporary)
             raise
+
+    def _is_taken(self, path: str) -> bool:
+        """Return whether a path exists. The `exists` of fsspec returns False after any error, such as a lost connection."""
+        self._fs.invalidate_cache()
+        try:
+            self._fs.info(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     def _make_parent(self, path: str) -> None:
         parent = path.rpartition("/")[0]

@@ -14,7 +14,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import _registry
 
-from ckpt.storage.base.errors import NotFound, StoreError, Unavailable, UnknownScheme, is_damage
+from ckpt.storage.base.errors import AlreadyExists, NotFound, StoreError, Unavailable, UnknownScheme, is_damage
 from ckpt.storage.remote.fsspec_store import FsspecStore
 from ckpt.storage.testing import StoreContract, object_lengths, run_simultaneously, write_object
 from ckpt.storage.urls import open_store
@@ -170,3 +170,20 @@ def test_an_input_output_error_of_a_service_is_no_damage(tmp_path: Path, monkeyp
         with pytest.raises(Unavailable, match="the service has failed") as error:
             read()
         assert not is_damage(error.value)
+
+
+def test_a_new_object_replaces_none_that_a_failed_lookup_hides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The `exists` of fsspec is False after any error."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise TimeoutError("no answer in time")
+
+    store = FsspecStore(f"local://{tmp_path}")
+    store.put_new("a", b"first")
+    with monkeypatch.context() as patch, pytest.raises(StoreError, match="no answer in time"):
+        patch.setattr(LocalFileSystem, "info", fail)
+        store.put_new("a", b"second")
+    assert store.get("a") == b"first"
+    with pytest.raises(AlreadyExists):
+        store.put_new("a", b"second")
+    store.put_new("a2", b"second")
