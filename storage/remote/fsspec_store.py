@@ -35,6 +35,7 @@ from ckpt.storage.base.store import (
     is_name,
     require_length,
 )
+from ckpt.storage.remote.fsspec_lookup import Info, list_entries, look_up, walk_folders
 
 # File systems with thread-safe calls. Others may have a single connection (FTP, SFTP, SMB), so they get one call at a time.
 _PARALLEL_PROTOCOLS = {"memory", "file", "local", "hdfs", "arrow_hdfs"}
@@ -141,7 +142,7 @@ class FsspecStore(Store):
         """Return whether a path exists. The `exists` of fsspec returns False after any error, such as a lost connection."""
         self._fs.invalidate_cache()
         try:
-            self._fs.info(path)
+            look_up(self._fs, path)
         except (FileNotFoundError, NotADirectoryError):
             return False
         return True
@@ -200,59 +201,46 @@ class FsspecStore(Store):
         folder = self._folder(prefix)
         with self._convert_errors("listing", folder):
             found = self._find(folder)
-        for path, nbytes in found:
+        for path, info in found:
             name = path.removeprefix(self._root).lstrip("/")
             if is_name(name):
-                yield Entry(name, nbytes)
+                if info["type"] == "link":  # what is behind it is unknown, and so is the listing
+                    raise StoreError(f"{path} in {self.url} is a link to nothing: restore what it led to, or delete the link")
+                yield Entry(name, info["size"])
 
     def list_folders(self, prefix: str = "") -> Iterator[str]:
         folder = self._folder(prefix)
         with self._convert_errors("listing", folder):
             self._fs.invalidate_cache()
             try:
-                found = self._fs.ls(folder, detail=True)
+                found = list_entries(self._fs, folder)
             except (FileNotFoundError, NotADirectoryError):
                 return
         for info in found:
             name = info["name"].rstrip("/").rpartition("/")[2]
-            if info["type"] == "directory" and is_name(name):
+            if info["type"] in ("directory", "link") and is_name(name):  # a link to nothing may be one to a folder
                 yield name
 
     def _files_in(self, folder: str) -> Iterable[str]:
         self._fs.invalidate_cache()
         try:
-            return [info["name"] for info in self._fs.ls(folder, detail=True) if info["type"] == "file"]
+            return [info["name"] for info in list_entries(self._fs, folder) if info["type"] == "file"]
         except (FileNotFoundError, NotADirectoryError):
             return []
 
-    def _find(self, folder: str) -> Iterable[tuple[str, int]]:
+    def _find(self, folder: str) -> Iterable[tuple[str, Info]]:
         self._fs.invalidate_cache()
         try:
-            found = self._fs.find(folder, detail=True) if self._has_native_find else self._walk(folder)
+            found = self._fs.find(folder, detail=True) if self._has_native_find else walk_folders(self._fs, folder)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return [(path, info["size"]) for path, info in found.items() if path.startswith(f"{folder}/")]
-
-    def _walk(self, folder: str) -> dict[str, Any]:
-        """Return all files below a folder; raise an error if a folder cannot be read, unlike fsspec's own walk.
-
-        An incomplete listing would make a sweep delete files to which the missing ones refer.
-        """
-        found = {}
-        for info in self._fs.ls(folder, detail=True):
-            path = info["name"].rstrip("/")
-            if info["type"] != "directory":
-                found[path] = info
-            elif path != folder:
-                with suppress(FileNotFoundError):  # deleted since the folder was read
-                    found |= self._walk(path)
-        return found
+        return [(path, info) for path, info in found.items() if path.startswith(f"{folder}/")]
 
     def _object_bytes(self, path: str) -> int:
         with self._convert_errors("looking up", path):
             self._fs.invalidate_cache()
             try:
-                info = self._fs.info(path)
+                info = look_up(self._fs, path)
             except NotADirectoryError as error:
                 raise FileNotFoundError(path) from error
             if info["type"] == "directory":
