@@ -41,7 +41,7 @@ class TokenFile:
     """The tokens in a file, one on each line. A call returns the present ones, so a change of the file needs no restart.
 
     With two lines, the node accepts both the old and the new token. If the file can't be used later, the last tokens stay
-    valid, and a warning is logged.
+    valid, a warning is logged, and each call tries it again.
 
     Raises InvalidArgument if the file can't be used at first.
     """
@@ -49,7 +49,8 @@ class TokenFile:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._lock = threading.Lock()
-        """Guards `_last_stamp` and `_tokens`."""
+        """Guards `_last_stamp`, `_failed_stamp` and `_tokens`."""
+        self._failed_stamp: tuple[int, ...] | None = None
         self._last_stamp = self._read_stamp()
         self._tokens = self._read_tokens()
 
@@ -57,12 +58,14 @@ class TokenFile:
         with self._lock:
             stamp = self._read_stamp()
             if stamp != self._last_stamp:
-                self._last_stamp = stamp
                 try:
                     self._tokens = self._read_tokens()
+                    self._last_stamp, self._failed_stamp = stamp, None
                     log.info("%s has changed: its new tokens are valid from now on", self._file)
                 except InvalidArgument as error:
-                    log.warning("%s; the previous tokens stay valid", error)
+                    if stamp != self._failed_stamp:
+                        log.warning("%s; the previous tokens stay valid", error)
+                    self._failed_stamp = stamp
             return self._tokens
 
     def _read_stamp(self) -> tuple[int, ...]:
