@@ -30,6 +30,7 @@ from ckpt.support.validation import as_integer
 
 log = logging.getLogger("ckpt")
 
+_STEP_FOLDER = re.compile(r"steps/(\d+)/.+")
 _ATTEMPT_FILE = re.compile(r"steps/\d+/(?:pack|manifest|part)/(?P<attempt>(?P<rank>\d+)-(?P<generation>\d+)-\d+)[-.][\w.-]+")
 
 
@@ -198,11 +199,14 @@ class _Records:
 def _read_records(repo: Repository, sizes: Mapping[str, int]) -> _Records:
     """Return the commit records of all steps.
 
-    sizes: the bytes of each file of the repository, by name.
+    sizes: the bytes of each file of the repository, by name. A record that is not among these is read too if no file of its
+        step is, since a server may cut a listing short.
     """
     found = _Records()
-    for step in repo.step_numbers():
-        if commit_name(step) not in sizes:
+    listed = {int(match[1]) for name in sizes if (match := _STEP_FOLDER.fullmatch(name))}
+    for step in sorted(listed.union(repo.step_numbers())):
+        is_listed = commit_name(step) in sizes
+        if step in listed and not is_listed:
             continue
         try:
             data = repo.store.get_up_to(commit_name(step), MAX_RECORD_BYTES)
@@ -210,6 +214,8 @@ def _read_records(repo: Repository, sizes: Mapping[str, int]) -> _Records:
             if repo.keys:
                 repo.decode(step, data)
         except NotFound as error:
+            if not is_listed:
+                continue
             if sizes[commit_name(step)] <= RESERVATION_BYTES:  # stores list a reservation, and read it as a missing object
                 found.reserved.add(step)
             else:  # it was just listed, and no other process deletes here

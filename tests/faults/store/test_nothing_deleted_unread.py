@@ -240,6 +240,31 @@ def test_a_step_whose_record_is_listed_but_missing_keeps_its_files(tmp_path: Pat
     assert_same(ckpt.load(tmp_path, step=0), state_of(0))
 
 
+@pytest.mark.parametrize("cut", ["list", "list_folders"])
+def test_a_step_that_one_of_two_listings_lacks_keeps_its_packs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: str
+) -> None:
+    """An object store or a proxy may answer with an empty page, which ends the listing. Steps 1 and 2 need packs of step 0."""
+    with ckpt.Checkpointer(tmp_path, every=1, keep=ckpt.Keep(last=9), group=None) as ck:
+        train(ck, range(3))
+    (tmp_path / "steps/0/commit.json").unlink()
+    repo, complete = ckpt.Repository(LocalStore(tmp_path)), getattr(LocalStore, cut)
+
+    def only_step_0(self: LocalStore, prefix: str = "") -> Any:
+        for each in complete(self, prefix):
+            step = each if cut == "list_folders" else each.name.split("/")[1]
+            if prefix != "steps" or step == "0":
+                yield each
+
+    lease = acquire_lease(repo)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, cut, only_step_0)
+        sweep(repo, lease)
+    lease.release()
+    for step in (1, 2):
+        assert_same(ckpt.load(tmp_path, step=step), state_of(step))
+
+
 # --- a folder that a restore replaces -----------------------------------------------------------------------------
 
 
