@@ -359,6 +359,11 @@ class _FsspecReader(Reader):
             return 0
         with self._store._convert_errors("reading", self._path):
             data = self._store._fs.cat_file(self._path, start=position, end=position + requested_bytes)
+        if len(data) > requested_bytes:
+            raise StoreError(
+                f"reading {self._path} in {self._store.url}: the server sent {len(data)} bytes where {requested_bytes} were "
+                "requested; use one that can send ranges of a file (`python -m http.server` can't), or copy the files"
+            )
         buffer[: len(data)] = data
         return len(data)
 

@@ -187,3 +187,15 @@ def test_a_new_object_replaces_none_that_a_failed_lookup_hides(tmp_path: Path, m
     with pytest.raises(AlreadyExists):
         store.put_new("a", b"second")
     store.put_new("a2", b"second")
+
+
+def test_a_server_that_sends_whole_files_for_ranges_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `python -m http.server` does, through the HTTP file system of fsspec."""
+    store, read_all = FsspecStore(f"local://{tmp_path}"), LocalFileSystem.cat_file
+    store.put("a", bytes(range(100)))
+    monkeypatch.setattr(LocalFileSystem, "cat_file", lambda self, path, start=None, end=None: read_all(self, path))
+    for position in (0, 10):
+        with pytest.raises(StoreError, match="sent 100 bytes where 7 were requested") as raised:
+            store.open("a").read_into(position, memoryview(bytearray(7)))
+        assert not is_damage(raised.value)
+    assert store.get("a") == bytes(range(100))
