@@ -64,8 +64,7 @@ def _scan_existing(path: str, root: str, follow_links: bool) -> Iterator[os.DirE
         with os.scandir(path) as entries:
             yield from entries
     except (FileNotFoundError, NotADirectoryError):
-        if follow_links:
-            require_target(path, root)
+        require_target(path if follow_links else root, root)  # the root itself is always followed
 
 
 def require_target(path: str, root: str = "") -> None:
@@ -77,7 +76,7 @@ def require_target(path: str, root: str = "") -> None:
     """
     while path != root and not os.path.lexists(path) and (parent := os.path.dirname(path)) != path:
         path = parent
-    if path != root and os.path.islink(path) and not os.path.exists(path):
+    if os.path.islink(path) and not os.path.exists(path):
         with suppress(FileNotFoundError):  # deleted since
             raise StoreError(
                 f"{path} is a symbolic link to {os.readlink(path)}, which does not exist: mount its disk, or delete the link "

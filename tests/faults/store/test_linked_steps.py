@@ -12,7 +12,7 @@ import pytest
 import ckpt
 from ckpt.storage.base.errors import NotFound, StoreError
 from ckpt.storage.local.directory import LocalStore
-from ckpt.storage.member.device import DeviceStore
+from ckpt.storage.member.device import Device, DeviceStore
 
 FROZEN = np.arange(300_000.0)
 
@@ -169,3 +169,27 @@ def test_a_run_whose_steps_are_not_mounted_is_not_new(tmp_path: Path) -> None:
     assert not isinstance(raised.value, NotFound)
     away.rename(tmp_path / "disk/steps")
     assert_is_state_of(2, run)
+
+
+def test_a_run_behind_a_link_to_nothing_is_not_new(tmp_path: Path) -> None:
+    save_three_steps(tmp_path / "run")
+    away = move_behind_link(tmp_path / "run", tmp_path / "disk").rename(tmp_path / "away")
+    with pytest.raises(StoreError, match="run is a symbolic link to .* mount its disk") as raised:
+        ckpt.load(tmp_path / "run")
+    assert not isinstance(raised.value, NotFound)
+    with pytest.raises(StoreError, match="run is a symbolic link to"), ckpt.Checkpointer(tmp_path / "run", every=1) as ck:
+        ck.restore(state_of(0))
+    away.rename(tmp_path / "disk/run")
+    assert_is_state_of(2, tmp_path / "run")
+
+
+def test_a_member_whose_objects_are_not_mounted_is_not_empty(tmp_path: Path) -> None:
+    """The folder of its objects may itself be a link to a larger disk."""
+    Device(tmp_path / "member").store.put("a/x", b"1")
+    target = move_behind_link(tmp_path / "member/objects", tmp_path / "disk")
+    device = Device(tmp_path / "member")
+    assert list(device.inventory()) == ["a/x"]
+    target.rename(tmp_path / "away")
+    for read in (device.inventory, device.usage, lambda: device.store.exists("a/x")):
+        with pytest.raises(StoreError, match="objects is a symbolic link to .*, which does not exist"):
+            read()
