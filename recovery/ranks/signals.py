@@ -23,6 +23,8 @@ class Signals:
         self.first_at = 0.0
         """When it arrived, by `time.monotonic`."""
         self.count = 0
+        """How many have arrived. A SIGHUP after another one counts as the same request: if a terminal is closed, its shell and
+        the kernel each send one, and systemd may send one right after SIGTERM."""
 
     @contextmanager
     def installed(self, select: selectors.BaseSelector) -> Iterator[None]:
@@ -57,6 +59,8 @@ class Signals:
         self._wakeup.recv(4096)
 
     def _record(self, number: int, frame: FrameType | None) -> None:
+        if self.first and number == signal.SIGHUP:
+            return
         self.count += 1
         if not self.first:
             self.first, self.first_at = number, time.monotonic()
