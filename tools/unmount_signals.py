@@ -24,7 +24,10 @@ _SECONDS_TO_END = 5.0
 
 
 def unmount_on_signals(folder: Path) -> None:
-    """Unmount at the first signal, and end this process at the second. Ignored signals (nohup) stay ignored."""
+    """Unmount at the first signal, and end this process at the second. Ignored signals (nohup) stay ignored.
+
+    A SIGHUP is no second signal: if a terminal is closed, its shell and the kernel may each send one.
+    """
     receiver, sender = os.pipe()
     os.set_blocking(sender, False)
     signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
@@ -50,7 +53,9 @@ def _unmount_on_signal(receiver: int, folder: Path) -> None:
             "%s is unmounted, but another mount namespace, such as that of a container, still has it: this process serves that "
             "until it ends. Another signal ends this process at once", folder,
         )  # fmt: skip
-    os._exit(128 + _read_signal(receiver))
+    while (second := _read_signal(receiver)) == signal.SIGHUP:
+        pass
+    os._exit(128 + second)
 
 
 def _read_signal(receiver: int) -> int:

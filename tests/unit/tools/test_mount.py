@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from helpers.nodes import directories
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.storage.base.errors import CkptError
-from ckpt.tools import mount
+from ckpt.tools import mount, unmount_signals
 from ckpt.tools.mount_operations import MountOperations
 
 fuse = pytest.importorskip("fuse", reason="FUSE is not installed", exc_type=ImportError)
@@ -75,3 +76,16 @@ def test_a_log_without_background_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(mount.command, ["--log", str(tmp_path / "log"), "ckpt://127.0.0.1:1/", str(tmp_path)])
     assert result.exit_code == 2
     assert "--log needs --background" in result.output
+
+
+def test_a_closed_terminal_does_not_end_a_mount_with_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its shell and the kernel may each send SIGHUP. The writes that were not synced would be lost."""
+    receiver, sender = os.pipe()
+    statuses: list[int] = []
+    monkeypatch.setattr(unmount_signals, "_try_unmount", lambda _, option: None if option == "-uz" else "busy")
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    os.write(sender, bytes([signal.SIGHUP, signal.SIGHUP, signal.SIGTERM]))
+    unmount_signals._unmount_on_signal(receiver, tmp_path)
+    os.close(receiver)
+    os.close(sender)
+    assert statuses == [128 + signal.SIGTERM]
