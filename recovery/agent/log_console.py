@@ -25,7 +25,8 @@ _FLUSH_SECONDS = 1.0
 class LogConsole:
     """Copies the logs of "all" ranks, of rank "0", or of "none" to the standard output.
 
-    The main thread calls the methods. It only appends to `_files`, of which the thread of this object reads a copy.
+    The main thread calls the methods. It only appends to `_files`, of which the thread of this object reads a copy, and sets
+    the begins of logs that this thread does not copy yet.
     """
 
     def __init__(self, which: str) -> None:
@@ -38,7 +39,8 @@ class LogConsole:
             self._thread.start()
 
     def follow(self, ranks: Sequence[RankProcess]) -> None:
-        """Copy the logs of these ranks, too."""
+        """Copy what these ranks write to their logs, too."""
+        self._copied_bytes |= {rank.log: rank.log_begin for rank in ranks}
         self._files.append([rank.log for rank in ranks if self._shown == "all" or rank.number == 0])
 
     def _run(self) -> None:

@@ -81,7 +81,7 @@ class HangDetector:
         slowest = find_slowest_rank(heartbeats, running, now, late)
         assert slowest is not None
         more = _describe_departed(heartbeats, running, slowest.step)
-        if slowest.phase == "end" and (line := last_line(next(r.log for r in self._ranks if r.number == slowest.rank))):
+        if slowest.phase == "end" and (line := last_line(next(r for r in self._ranks if r.number == slowest.rank))):
             more += f"; its log ends with: {line}"  # an exception may have ended its training loop
         detail = slowest.describe(str(self._ranks[0].log.parent), more)
         return HostFailure("hang", (slowest.rank,), detail, slowest.silent_seconds)

@@ -63,16 +63,18 @@ def start_ranks(
         heartbeat_pages = [HeartbeatPage(_page_path(pages, spec, number), new=True) for number in numbers]
         for file in files:
             file.touch()
+        log_begins = [file.stat().st_size for file in files]
         if through_mpi:
             variables = build_rank_environment(spec, spec.first_rank, _page_path(pages, spec, spec.first_rank))
             mpi_variables = mpi.wrapper_environment(spec.first_rank, str(pages / f"{spec.attempt}-"), str(logs / "rank-"))
             process = _spawn(mpi.mpiexec_command(command, spec.rank_count), {**variables, **mpi_variables}, files[0])
-        for number, heartbeat_page, file in zip(numbers, heartbeat_pages, files, strict=True):
+        for number, heartbeat_page, file, log_begin in zip(numbers, heartbeat_pages, files, log_begins, strict=True):
             if not through_mpi:
                 variables = build_rank_environment(spec, number, _page_path(pages, spec, number))
                 forked = fork_servers and fork_servers.fork({**os.environ, **variables}, file)
                 process = forked or _spawn(command, variables, file)
-            ranks.append(rank := RankProcess(number, process, NO_DESCRIPTOR, heartbeat_page, file, through_mpi))
+            rank = RankProcess(number, process, NO_DESCRIPTOR, heartbeat_page, file, through_mpi, log_begin=log_begin)
+            ranks.append(rank)
             rank.pidfd = os.pidfd_open(process.pid)  # if this fails, the process is ended like those before
     except OSError as error:
         stop_ranks(ranks, "")

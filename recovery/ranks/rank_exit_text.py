@@ -23,18 +23,19 @@ def describe_end(rank: RankProcess) -> str:
         with contextlib.suppress(ValueError):
             return f"was killed by {signal.Signals(-code).name}"
         return f"was killed by signal {-code}"
-    line = last_line(rank.log)
+    line = last_line(rank)
     return f"exited with status {code} ({line})" if line else f"exited with status {code}"
 
 
-def last_line(log: Path) -> str:
-    """Return the last line of a log that is not empty and not noise of mpiexec."""
-    lines = [line.strip() for line in _read_tail(log).splitlines() if line.strip() and not line.startswith(_MPIEXEC_NOISE)]
+def last_line(rank: RankProcess) -> str:
+    """Return the last line that a rank has written to its log, and that is not empty and not noise of mpiexec."""
+    text = _read_tail(rank.log, rank.log_begin)
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(_MPIEXEC_NOISE)]
     return lines[-1][:_LAST_LINE_CHARACTERS] if lines else ""
 
 
-def _read_tail(path: Path, nbytes: int = 4096) -> str:
+def _read_tail(path: Path, begin: int, nbytes: int = 4096) -> str:
     with contextlib.suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - nbytes))
+        file.seek(max(begin, file.seek(0, os.SEEK_END) - nbytes))
         return file.read().decode("utf-8", "replace")
     return ""

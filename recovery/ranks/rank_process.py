@@ -31,6 +31,9 @@ class RankProcess:
     status: int = 0
     """The exit status, or the negative number of the signal that ended the rank."""
 
+    log_begin: int = 0
+    """How many bytes its log had at its start. They are of an earlier run in the same folder, whose run log is another one."""
+
     def has_ended(self) -> bool:
         """Return whether the rank has ended.
 

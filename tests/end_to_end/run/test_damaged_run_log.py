@@ -39,3 +39,24 @@ def test_a_run_whose_first_entry_is_damaged_can_be_queried_drained_and_continued
         [*RUN, "--run-dir", str(tmp_path), "--", "true"], capture_output=True, text=True, timeout=600, check=False
     )
     assert again.returncode == 0, again.stderr
+
+
+def test_the_output_of_an_earlier_run_log_is_not_that_of_a_new_run(tmp_path: Path) -> None:
+    """Its first attempt has the number 0 again, so its ranks append to the logs of the earlier run."""
+    for text in ("old", "new"):
+        (tmp_path / "run.sqlite").unlink(missing_ok=True)
+        command = [
+            *RUN,
+            "--run-dir",
+            str(tmp_path),
+            "--restarts",
+            "0",
+            "--",
+            "sh",
+            "-c",
+            f"test {text} = new || echo {text}; exit 3",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        assert (done.returncode, done.stdout) == (1, "old\n" if text == "old" else ""), done.stderr
+    assert "rank 0 exited with status 3 before the first step" in done.stderr
+    assert (tmp_path / "logs/0/rank-0.log").read_text() == "old\n"

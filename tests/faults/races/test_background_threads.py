@@ -119,7 +119,7 @@ def test_the_output_of_the_ranks_is_copied_later(
     opened = Failing(Path.open, error)
     monkeypatch.setattr(Path, "open", lambda *args, **kwargs: opened(*args, **kwargs))
     console = LogConsole("all")
-    ranks: Any = [SimpleNamespace(number=0, log=log)]
+    ranks: Any = [SimpleNamespace(number=0, log=log, log_begin=0)]
     console.follow(ranks)
     until(lambda: opened.calls >= 3)
     console.close()
