@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from ckpt.storage.base.background_stderr import write_when_ready
 log = logging.getLogger("ckpt.run")
 
 _COPY_SECONDS = 0.1
+_PART_BYTES = 1 << 16
+"""How much of a log is kept in memory. The ranks may write many GB while nobody reads the console."""
 _FLUSH_SECONDS = 1.0
 """How long `close` waits for the last output to be written. After that it is lost to a reader that is too slow."""
 
@@ -57,14 +60,10 @@ class LogConsole:
     def _copy(self) -> None:
         for file in [file for files in list(self._files) for file in files]:
             done = self._copied_bytes.get(file, 0)
-            if file.exists() and file.stat().st_size > done:
+            if file.exists() and (size := file.stat().st_size) > done:
                 with file.open("rb") as written:
-                    written.seek(done)
-                    data = written.read()
-                while data:
-                    count = _write(data)
-                    self._copied_bytes[file] = done = done + count
-                    data = data[count:]
+                    while data := os.pread(written.fileno(), min(_PART_BYTES, size - done), done):
+                        self._copied_bytes[file] = done = done + _write(data)
 
     def close(self) -> None:
         """Copy what the ranks have written last, and end the thread."""
