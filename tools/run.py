@@ -55,7 +55,7 @@ def command(state: str | None, adapt: str, job: JobOptions, host: HostRunOptions
 
     _require_linux()
     _check_name(host.name)
-    _set_rank_environment(job, security)
+    _set_rank_environment(job, host.launcher, security)
     hosts = job.host_count(host.launcher, os.environ)
     _check_hosts(job, host.launcher, hosts, state)
     _check_command(job.command, host.launcher)
@@ -128,8 +128,10 @@ def _adapted_directory(adapt: str, job: JobOptions, host: HostRunOptions, hosts:
     return None if directory is None else _share_directory(directory)
 
 
-def _set_rank_environment(job: JobOptions, security: SecurityOptions) -> None:
+def _set_rank_environment(job: JobOptions, launcher: str, security: SecurityOptions) -> None:
     """Set environment variables of this process, which the ranks inherit."""
+    if launcher == "slurm":  # it is the number of agents: more than the ranks of an attempt on the only host that is left
+        os.environ.pop("SLURM_STEP_NUM_TASKS", None)
     from ckpt.storage.node.client_credentials import INSECURE_VARIABLE, TOKEN_VARIABLE
     from ckpt.storage.node.security_options import VARIABLES
     from ckpt.training.loss_spikes import FACTOR_VARIABLE
