@@ -34,7 +34,7 @@ from ckpt.training.heartbeat_records import BadLoss, BadLossKind, RankHeartbeat,
 
 PAGE_VARIABLE = "CKPT_PULSE"
 PHASES = ("start", "load", "step", "save", "eval", "compile", "end")
-_STEPPING, _SAVE = map(PHASES.index, ("step", "save"))
+_START, _STEPPING, _SAVE = map(PHASES.index, ("start", "step", "save"))
 STACKS_SIGNAL = signal.SIGUSR2
 """The signal on which a rank writes the stacks of all its threads into its log."""
 
@@ -76,13 +76,17 @@ class HeartbeatPage:
         self._fields = memoryview(self._map).cast("q")
         self._floats = memoryview(self._map).cast("d")
         if new:
-            for field in (_STEP, _COMMITTED, _BATCH, _BAD_STEP, _RESTORED, _DURABLE):
-                self._fields[field] = -1
+            self._reset_steps()
+            self._fields[_BAD_STEP] = -1
             for field in (_STOP_STEP, _STOP_ACKNOWLEDGED, _STOP_CONFIRMED):
                 self._fields[field] = _NEVER
             self._floats[_LOSS] = math.nan
             self._fields[_SINCE] = time.monotonic_ns()
             os.replace(made, path)
+
+    def _reset_steps(self) -> None:
+        for field in (_STEP, _COMMITTED, _BATCH, _RESTORED, _DURABLE):
+            self._fields[field] = -1
 
     # --- called by the rank ------------------------------------------------------------------------------------
 
@@ -214,6 +218,16 @@ class HeartbeatPage:
         with contextlib.suppress(ValueError, OSError, AttributeError):  # without stderr, or outside of the main thread
             faulthandler.register(STACKS_SIGNAL, file=sys.stderr, all_threads=True)
 
+    def take_over(self) -> None:
+        """Begin anew on the page of an earlier program of this rank, which has ended: a shell may run several in turn.
+
+        A bad loss stays, as the agent may not have read it yet.
+        """
+        self._reset_steps()
+        self._fields[_LINE] = 0
+        self._fields[_TROUBLE] = _TROUBLES.index("")
+        self.beat(_START)
+
     def defer_sigterm(self) -> None:
         """Record SIGTERM in the page instead of ending: a SIGTERM to all processes of a job means that it should be saved
         first.
@@ -315,7 +329,11 @@ def _look_up() -> None:
     if path := os.environ.get(PAGE_VARIABLE):
         try:
             found = HeartbeatPage(path)
-            if found.read().pid in (0, os.getpid()):  # otherwise this is a helper process that a rank has started
+            before = found.read().pid
+            has_ended = before not in (0, os.getpid()) and not _is_process(before)
+            if has_ended:
+                found.take_over()
+            if has_ended or before in (0, os.getpid()):  # otherwise this is a helper process that a rank has started
                 _own_page = found
                 _own_page.attach_process()
         except (FileNotFoundError, ValueError):  # the page belonged to a job that has ended
@@ -323,6 +341,17 @@ def _look_up() -> None:
         except OSError:  # e.g. too many open files now: the next call tries again
             return
     _is_looked_up = True
+
+
+def _is_process(pid: int) -> bool:
+    """Return whether a process has this number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def reset_after_fork() -> None:

@@ -86,3 +86,26 @@ for thread in threads:
 print(found)
 """
     assert finish(python(code, env={PAGE_VARIABLE: str(tmp_path / "page")})) == "[True, True]\n"
+
+
+def test_the_second_program_of_a_rank_takes_over_its_page(tmp_path: Path) -> None:
+    """A rank may be a shell that runs one program after another. A helper process of a living program is no second one."""
+    page = HeartbeatPage(tmp_path / "page", new=True)
+    code = """
+import os, subprocess, sys
+from ckpt.training import heartbeat_page
+
+own = heartbeat_page.own_page()
+if len(sys.argv) > 1:
+    sys.exit(own is not None)
+own.publish_restored(7)
+own.beat(heartbeat_page.PHASES.index("end"), 9)
+print(os.getpid(), subprocess.call([sys.executable, "-c", sys.orig_argv[2], "helper"]))
+"""
+    for beats in (1, 3):
+        before = page.read()
+        process = python(code, env={PAGE_VARIABLE: str(tmp_path / "page")})
+        assert finish(process) == f"{process.pid} 0\n"
+        after = page.read()
+        assert (after.pid, after.beats, after.step, after.restored) == (process.pid, beats, 9, 7)
+        assert before.beats < after.beats
