@@ -83,7 +83,7 @@ class Repository:
 
     Iterating gives the `Checkpoint` of each step, from the oldest to the newest. `repo[10]` raises StepNotFound if the step is
     not committed, IntegrityError if its commit record is damaged or not signed with one of the keys, and InvalidArgument for an
-    index that is no whole number. Each access reads the store, so the result is current.
+    index that is not a whole number. Each access reads the store, so the result is current.
     """
 
     def __init__(self, store: Store, keys: Keys = NO_KEYS) -> None:

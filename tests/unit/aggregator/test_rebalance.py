@@ -100,12 +100,12 @@ def test_a_second_rebalancing_moves_nothing_whichever_host_it_runs_on(tmp_path: 
 def test_a_record_without_a_quorum_stops_no_change_of_the_members(tmp_path: Path, change: str) -> None:
     """The other records and files move, the report names this record, and no member drops what is left of it."""
     namespace = filled_namespace(tmp_path, "2x", 4)
-    keepers = namespace.ring.replica_set("/d/f1").members
-    for member in keepers[:2]:
+    replicas = namespace.ring.replica_set("/d/f1").members
+    for member in replicas[:2]:
         damage_record(tmp_path / member, "d/f1")
     namespace.close()
     namespace = Namespace(directories(tmp_path, 6, deadline_seconds=2.0))
-    removed = keepers[2]
+    removed = replicas[2]
     if change == "forget a lost one":
         (tmp_path / removed / "objects").rename(tmp_path / "lost")
         namespace.open_members[removed].info = refuse  # type: ignore[method-assign]

@@ -17,7 +17,7 @@ OLD, NEW = "a" * 20, "b" * 20
 def test_a_token_file_that_cannot_be_read_once_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A process that has no free descriptor at the moment of a change must not accept a revoked token for ever."""
+    """A process that has no free descriptor at the moment of a change must not accept a revoked token permanently."""
 
     def fail(*_: object, **__: object) -> str:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
