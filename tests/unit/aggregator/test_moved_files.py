@@ -39,10 +39,11 @@ def holders(namespace: Namespace) -> list[str]:
     return [member_object.member for member_object in objects(namespace)]
 
 
-def lose_object(namespace: Namespace) -> None:
-    """Delete one object of the file from its member."""
+def lose_object(namespace: Namespace) -> str:
+    """Delete one object of the file from its member, and return its name."""
     lost = objects(namespace)[0]
     namespace.open_members[lost.member].store.delete([lost.name])
+    return lost.name
 
 
 def run_before_replacement(monkeypatch: pytest.MonkeyPatch, change: Callable[[], None], times: int = 1) -> list[str]:
@@ -253,8 +254,7 @@ def test_a_move_whose_answer_was_lost_keeps_the_fragments_of_a_renamed_file(
     with closing(open_namespace(tmp_path, redundancy)) as mover, closing(open_namespace(tmp_path, redundancy)) as other:
         mover.put("a", CONTENT)
         member = holders(mover)[0]
-        if work == "repair":
-            lose_object(mover)
+        lost = {lose_object(mover)} if work == "repair" else set()
         found = scrub.scrub_namespace(mover)
         calls = lose_answer(monkeypatch, mover, "a", lambda: other.rename("a", "b"))
         if work == "repair":
@@ -263,7 +263,10 @@ def test_a_move_whose_answer_was_lost_keeps_the_fragments_of_a_renamed_file(
             rebalance.drain_member(mover, member)
         assert calls == ["a"]
         assert other.get("b") == CONTENT
-        assert not scrub.scrub_namespace(other).damaged_files
+        layout = large_file(other, "b").layout
+        assert layout is not None
+        missing = {o.name for o in layout.objects if not other.open_members[o.member].store.exists(o.name)}
+        assert missing <= lost  # the rename may have read the record from before the repair
 
 
 @pytest.mark.parametrize("redundancy", ["2x", "4+2"])
