@@ -28,7 +28,7 @@ url, server = sys.argv[1], int(sys.argv[2])
 state = {"weight": np.arange(4_000_000)}
 
 def hang():
-    stop(server)
+    os.kill(server, signal.SIGSTOP)
     while open(f"/proc/{server}/stat").read().rpartition(")")[2].split()[0] != "T":
         time.sleep(0.001)
     print("mount hangs", flush=True)
