@@ -7,23 +7,24 @@ from pathlib import Path
 from helpers.processes import finish, python
 
 COPIES = """
-import os, resource, sys, time
+import os, sys, time
 from pathlib import Path
 from types import SimpleNamespace
+
+from helpers.peak_memory import peak_bytes
 
 from ckpt.recovery.agent.log_console import LogConsole
 
 answer = os.dup(1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-used_kb = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 log = Path(sys.argv[1])
 console = LogConsole("all")
-before = used_kb()
+before = peak_bytes()
 console.follow([SimpleNamespace(log=log, log_begin=0, number=0)])
 while console._copied_bytes[log] < log.stat().st_size:
     time.sleep(0.05)
 console.close()
-os.write(answer, f"{used_kb() - before < 100_000}".encode())
+os.write(answer, f"{peak_bytes() - before < 100 << 20}".encode())
 """
 
 
