@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from ckpt.storage.base.errors import StoreError
 
@@ -29,6 +29,50 @@ def fork_safe_rlock() -> AbstractContextManager[bool]:
     lock = threading.RLock()
     _free_in_forked_child(lock)
     return lock
+
+
+class ForkGate:
+    """Lets no `os.fork` of this process run during certain calls, whose locks would stay locked in the child.
+
+    seconds: how long a fork waits for the calls that are running. After that it runs all the same.
+    """
+
+    def __init__(self, seconds: float = 10.0) -> None:
+        self._seconds = seconds
+        self._changed = threading.Condition()
+        """Guards `_call_count` and `_is_forking`. Notified when one of them changes."""
+        self._call_count = 0
+        self._is_forking = False
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(before=self._close, after_in_parent=self._open, after_in_child=self._begin_in_child)
+
+    @contextmanager
+    def no_fork(self) -> Iterator[None]:
+        """Wait until no thread forks, and let none fork during the block. The block must not fork or enter another one."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_forking)
+            self._call_count += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._call_count -= 1
+                self._changed.notify_all()
+
+    def _close(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_forking)  # two threads may fork at once
+            self._is_forking = True
+            self._changed.wait_for(lambda: not self._call_count, self._seconds)
+
+    def _open(self) -> None:
+        with self._changed:
+            self._is_forking = False
+            self._changed.notify_all()
+
+    def _begin_in_child(self) -> None:
+        self._changed = threading.Condition()
+        self._call_count, self._is_forking = 0, False
 
 
 _libraries: list[ThreadedLibrary] = []

@@ -19,6 +19,7 @@ from ckpt.storage.base.errors import Outdated, StoreError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.fd_io import convert_os_errors
 from ckpt.storage.base.file_system_kind import require_local_file_system
+from ckpt.storage.base.forks import ForkGate
 from ckpt.storage.base.fsync import make_durable_root, sync_folder
 from ckpt.storage.base.sqlite_file import open_wal_database
 from ckpt.storage.registers.base import (
@@ -51,6 +52,8 @@ from ckpt.storage.registers.record_rows import (
 
 _MAX_BATCH_CALLS = 64
 """The most calls that share a transaction."""
+
+_FORK_GATE = ForkGate()
 
 T = TypeVar("T")
 
@@ -127,7 +130,7 @@ class SqliteRegisters(Registers):
         return self._write_in_batch(change_all, fence_number)
 
     def reset(self) -> None:
-        with self._lock:
+        with self._exclusive():
             if self._connection is not None and self._owner_pid == os.getpid():
                 self._connection.close()
             self._connection = None
@@ -196,7 +199,7 @@ class SqliteRegisters(Registers):
             return [(name, with_floor_promise(each, own_number) if isinstance(each, Record) else each) for name, each in found]
 
     def close(self) -> None:
-        with self._lock:
+        with self._exclusive():
             if self._connection is not None and self._owner_pid == os.getpid():
                 self._connection.close()
             self._connection = None
@@ -293,11 +296,17 @@ class SqliteRegisters(Registers):
 
     @contextmanager
     def _locked_connection(self, action: str) -> Iterator[sqlite3.Connection]:
-        with self._lock:
+        with self._exclusive():
             try:
                 yield self._connect()
             except (sqlite3.Error, OSError) as error:
                 raise _as_store_error(self._path, action, error) from error
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Hold the lock. No thread forks meanwhile: a child would find it locked, and those of SQLite itself, too."""
+        with _FORK_GATE.no_fork(), self._lock:
+            yield
 
     def _connect(self) -> sqlite3.Connection:
         """Return the connection, which is opened when it is first needed. Needs `_lock`."""

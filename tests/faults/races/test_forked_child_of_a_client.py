@@ -165,6 +165,38 @@ assert pool.submit(os.getpid).result() == os.getpid()
     finish(python(code, tmp_path))
 
 
+def test_children_that_are_forked_during_writes_use_the_namespace(tmp_path: Path) -> None:
+    """At a fork, another thread may be in a call of SQLite, whose locks nobody would free in the child."""
+    code = f"""{_CODE}
+import threading
+from pathlib import Path
+from helpers.nodes import directories
+from ckpt.aggregator.file_io.namespace import Namespace
+namespace = Namespace(directories(Path(url), 3))
+namespace.put("a", bytes(100_000))
+written, ends = [], threading.Event()
+
+def write():
+    while not ends.is_set():
+        namespace.put("b", bytes(1000))
+        written.append(1)
+
+def use():
+    assert namespace.get("a") == bytes(100_000)
+    os._exit(0)
+
+writer = threading.Thread(target=write)
+writer.start()
+for number in range(30):
+    while len(written) < 3 * number:
+        ends.wait(0.001)
+    assert status_of(use) == 0, number
+ends.set()
+writer.join()
+"""
+    finish(python(code, tmp_path))
+
+
 def test_a_child_uses_a_store_in_its_memory(bucket: str) -> None:
     """obstore needs no threads for it, also if the parent has used a bucket."""
     code = f"""{_CODE}
