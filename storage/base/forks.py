@@ -43,6 +43,7 @@ class ForkGate:
         """Guards `_call_count` and `_is_forking`. Notified when one of them changes."""
         self._call_count = 0
         self._is_forking = False
+        _free_in_forked_child(self._changed)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(before=self._close, after_in_parent=self._open, after_in_child=self._begin_in_child)
 
@@ -71,8 +72,8 @@ class ForkGate:
             self._changed.notify_all()
 
     def _begin_in_child(self) -> None:
-        self._changed = threading.Condition()
-        self._call_count, self._is_forking = 0, False
+        with self._changed:
+            self._call_count, self._is_forking = 0, False
 
 
 _libraries: list[ThreadedLibrary] = []

@@ -54,6 +54,7 @@ _MAX_BATCH_CALLS = 64
 """The most calls that share a transaction."""
 
 _FORK_GATE = ForkGate()
+"""Entered before `SqliteRegisters._lock`: a child would find that lock locked, and those of SQLite itself, too."""
 
 T = TypeVar("T")
 
@@ -130,7 +131,7 @@ class SqliteRegisters(Registers):
         return self._write_in_batch(change_all, fence_number)
 
     def reset(self) -> None:
-        with self._exclusive():
+        with _FORK_GATE.no_fork(), self._lock:
             if self._connection is not None and self._owner_pid == os.getpid():
                 self._connection.close()
             self._connection = None
@@ -199,7 +200,7 @@ class SqliteRegisters(Registers):
             return [(name, with_floor_promise(each, own_number) if isinstance(each, Record) else each) for name, each in found]
 
     def close(self) -> None:
-        with self._exclusive():
+        with _FORK_GATE.no_fork(), self._lock:
             if self._connection is not None and self._owner_pid == os.getpid():
                 self._connection.close()
             self._connection = None
@@ -296,17 +297,11 @@ class SqliteRegisters(Registers):
 
     @contextmanager
     def _locked_connection(self, action: str) -> Iterator[sqlite3.Connection]:
-        with self._exclusive():
+        with _FORK_GATE.no_fork(), self._lock:
             try:
                 yield self._connect()
             except (sqlite3.Error, OSError) as error:
                 raise _as_store_error(self._path, action, error) from error
-
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """Hold the lock. No thread forks meanwhile: a child would find it locked, and those of SQLite itself, too."""
-        with _FORK_GATE.no_fork(), self._lock:
-            yield
 
     def _connect(self) -> sqlite3.Connection:
         """Return the connection, which is opened when it is first needed. Needs `_lock`."""
