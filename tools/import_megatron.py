@@ -11,6 +11,7 @@ import pickle
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
 
 import click
@@ -24,6 +25,7 @@ from ckpt.tools.import_dcp import MetadataUnpickler, read_entries
 from ckpt.tools.import_files import raise_if_unreadable, refuse_damage
 
 COMMON = "common.pt"
+_ZIP_MAGIC = b"PK\x03\x04"
 _CLASSES = {
     "argparse": {"Namespace"}, "builtins": {"set", "complex"}, "collections": {"OrderedDict", "defaultdict"},
     "_codecs": {"encode"}, "numpy": {"ndarray", "dtype"}, "numpy.core.multiarray": {"_reconstruct", "scalar"},
@@ -137,10 +139,23 @@ class _PlainPickle:
 def _read_common(path: Path) -> Any:
     torch = import_optional("torch", "a checkpoint of Megatron", "torch")
     try:
-        return torch.load(path, map_location="cpu", weights_only=False, pickle_module=_PlainPickle)
+        with open(path, "rb") as file:
+            if _is_torchscript(torch, file):  # torch.load would give it to torch.jit.load, which runs code
+                raise CkptError(f"{path} is an archive of TorchScript, which has code: leave it out with --only")
+            file.seek(0)
+            return torch.load(file, map_location="cpu", weights_only=False, pickle_module=_PlainPickle)
+    except CkptError:
+        raise
     except Exception as error:
         raise_if_unreadable(error, str(path))
         raise CkptError(f"{path} can't be read ({first_line(error)}): copy it again, or leave it out with --only") from error
+
+
+def _is_torchscript(torch: ModuleType, file: IO[bytes]) -> bool:
+    """Return whether torch.load takes a file as an archive of TorchScript. It reads the list of records as torch.load does."""
+    is_zip = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
+    file.seek(0)
+    return is_zip and "constants.pkl" in torch._C.PyTorchFileReader(file).get_all_records()
 
 
 def _plain(value: Any, path: str, left_out: list[str]) -> Any:

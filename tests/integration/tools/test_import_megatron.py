@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 import ckpt
 from ckpt.adapters.megatron_values import decoded
+from ckpt.storage.base.errors import CkptError
+from ckpt.tools.import_megatron import read_state
 
 RUN = [sys.executable, "-m", "ckpt.tools.import_step"]
 
@@ -75,6 +78,17 @@ def test_a_part_is_imported(tmp_path: Path) -> None:
     imported(source, "--only=tensors.a")
     assert ckpt.load(tmp_path / "repository").keys() == {"tensors"}
     assert ckpt.load(tmp_path / "repository")["tensors"]["a"].tolist() == [1, 1]
+
+
+def test_code_of_torchscript_in_the_common_file_is_refused_and_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = megatron_folder(tmp_path / "source", {"a": torch.ones(2)}, {"iteration": 1})
+    torch.jit.script(torch.nn.Linear(1, 1)).save(source / "common.pt")
+    monkeypatch.setattr(torch.jit, "load", lambda *_, **__: pytest.fail("the code was loaded"))
+    with pytest.raises(CkptError, match="is an archive of TorchScript, which has code: leave it out with --only"):
+        read_state(source)
+    assert set(read_state(source, lambda name: name != "common")) == {"tensors", "objects"}
 
 
 def test_a_damaged_common_file_is_refused(tmp_path: Path) -> None:
