@@ -47,7 +47,7 @@ def load_to_meta(torch: ModuleType, file: IO[bytes]) -> Any:
             if key not in storages:
                 nbytes = elements * torch.empty(0, dtype=dtype).element_size()
                 untyped = torch.UntypedStorage(nbytes, device="meta")
-                untyped._checkpoint_offset = _data_offset(file, records[f"{folder}/data/{key}"])
+                untyped._checkpoint_offset = data_offset(file, records[f"{folder}/data/{key}"])
                 storages[key] = torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
             return storages[key]
 
@@ -59,7 +59,7 @@ def load_to_meta(torch: ModuleType, file: IO[bytes]) -> Any:
             raise pickle.UnpicklingError(str(error)) from error
 
 
-def _data_offset(file: IO[bytes], record: zipfile.ZipInfo) -> int:
+def data_offset(file: IO[bytes], record: zipfile.ZipInfo) -> int:
     """Return the first byte of the data of a record. The field in front of it is longer than that in the directory."""
     file.seek(record.header_offset)
     name_length, extra_length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))

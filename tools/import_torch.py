@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 import sys
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -18,9 +18,10 @@ from ckpt.state.tree import join_path
 from ckpt.storage.base.errors import CkptError, first_line
 from ckpt.tools.common import import_optional
 from ckpt.tools.import_files import DAMAGE, FileLeaf, FileRegion, raise_if_unreadable, refuse_damage, whole_file_leaf
-from ckpt.tools.import_old_torch import allowed_classes, load_to_meta, reports_storage_offsets
+from ckpt.tools.import_old_torch import allowed_classes, data_offset, load_to_meta, reports_storage_offsets
 
 _CHECKED_BYTES = 4 << 20
+_REPACKED_ADVICE = "load it with torch, and save it again"
 
 
 def read_state(source: Path, stand_ins: Sequence[Any] = ()) -> Any:
@@ -45,11 +46,17 @@ def read_slice(file: IO[bytes], path: str, start: int, where: str) -> Any:
     """
     torch = import_optional("torch", "a file of torch.save", "torch")
     _require_byte_order(file, where)
-    _require_intact(file, where)
+    storages = _require_intact(file, where)
     file.seek(0)
     state = _load(torch, file, where, "meta")
+
+    def leaf_of(tensor: Any, name: str) -> FileLeaf:
+        leaf = _leaf(torch, tensor, f"{where}: {name}", path, start)
+        _require_stored(tensor, f"{where}: {name}", storages)
+        return leaf
+
     with refuse_damage(where, "copy it again"):
-        return replace_tensors(torch, state, lambda tensor, name: _leaf(torch, tensor, f"{where}: {name}", path, start))
+        return replace_tensors(torch, state, leaf_of)
 
 
 def _require_byte_order(file: IO[bytes], where: str) -> None:
@@ -67,11 +74,19 @@ def _require_byte_order(file: IO[bytes], where: str) -> None:
         raise CkptError(f"{where} was written by a machine of other byte order: load it with torch, and use ckpt.save")
 
 
-def _require_intact(file: IO[bytes], where: str) -> None:
-    """Raise CkptError if a record does not match its CRC-32, which torch.load does not check for tensors."""
+def _require_intact(file: IO[bytes], where: str) -> dict[int, int]:
+    """Return the length of the record of each storage, by the offset of its first byte.
+
+    Raises CkptError if a record is compressed, or does not match its CRC-32, which torch.load does not check for tensors.
+    """
+    storages = {}
     try:
         with zipfile.ZipFile(file) as archive:
             for record in archive.infolist():
+                if record.compress_type != zipfile.ZIP_STORED:
+                    raise CkptError(f"{where} was compressed by another program than torch: {_REPACKED_ADVICE}")
+                if record.filename.split("/")[-2:-1] == ["data"]:
+                    storages[data_offset(file, record)] = record.file_size
                 if record.CRC:  # torch.serialization.set_crc32_options(False) writes 0
                     with archive.open(record) as opened:
                         while opened.read(_CHECKED_BYTES):
@@ -79,6 +94,7 @@ def _require_intact(file: IO[bytes], where: str) -> None:
     except (*DAMAGE, OSError) as error:
         raise_if_unreadable(error, where)
         raise CkptError(f"{where} is damaged ({first_line(error)}): copy it again") from error
+    return storages
 
 
 def _load(torch: ModuleType, file: IO[bytes], where: str, device: str) -> Any:
@@ -117,6 +133,18 @@ def replace_tensors(torch: ModuleType, state: Any, leaf_of: Callable[[Any, str],
         return value
 
     return replaced(state, "")
+
+
+def _require_stored(tensor: Any, where: str, storages: Mapping[int, int]) -> None:
+    """Raise CkptError if the elements of a tensor do not lie in the record of a storage.
+
+    torch.load does not look up where a record is: it computes that from what torch.save writes.
+    """
+    if not tensor.numel():
+        return
+    end = tensor.storage_offset() + 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if end * tensor.element_size() > storages.get(tensor.untyped_storage()._checkpoint_offset, 0):
+        raise CkptError(f"{where} is not where torch.save writes it, as in a file that was packed again: {_REPACKED_ADVICE}")
 
 
 def _leaf(torch: ModuleType, tensor: Any, where: str, path: str, start: int) -> FileLeaf:

@@ -294,6 +294,24 @@ def test_a_file_without_checksums_is_read(tmp_path: Path) -> None:
     assert_same_tensors(load_imported(tmp_path / "state.pt"), {"a": torch.arange(5)})
 
 
+@pytest.mark.usefixtures("each_torch")
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_file_that_another_program_has_packed_is_refused_or_equal(compression: int, tmp_path: Path) -> None:
+    state = {"a": torch.arange(1000.0), "b": torch.arange(1000.0) + 5}
+    torch.save(state, tmp_path / "state.pt")
+    with zipfile.ZipFile(tmp_path / "state.pt") as old, zipfile.ZipFile(tmp_path / "packed.pt", "w", compression) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    assert_same_tensors(torch.load(tmp_path / "packed.pt"), state)
+    try:
+        loaded = load_imported(tmp_path / "packed.pt")
+    except CkptError as error:
+        assert str(error).endswith("load it with torch, and save it again")
+        assert not (tmp_path / "imported").exists()
+    else:
+        assert_same_tensors(loaded, state)
+
+
 def test_a_source_that_changes_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(50), "b": torch.ones(3)}, source)
