@@ -121,10 +121,15 @@ class MountFile:
         """Raise OSError if the bytes that were sent to the members can't become visible now. Needs `_lock`."""
         if self._is_removed:
             raise OSError(errno.EIO, f"{self.path}: what was written to a removed file can't be read")
+        written = self._stored.union(self._windows)
+        last = max(written)
+        has_gap = len(written) <= last - self._fixed_bytes // _WINDOW_BYTES  # a window in front of the last one has no bytes
         for number, window in self._windows.items():
             first = max(0, self._fixed_bytes - number * _WINDOW_BYTES)
-            if len(window.filled) > 1 or any(b > first for b, _ in window.filled):
-                raise OSError(errno.EBUSY, f"{self.path}: the file is being written, and bytes before its end are missing")
+            begin, end = window.filled[0] if window.filled else (first, first)
+            has_gap |= len(window.filled) > 1 or begin > first or (number < last and end < _WINDOW_BYTES)
+        if has_gap:
+            raise OSError(errno.EBUSY, f"{self.path}: the file is being written, and bytes before its end are missing")
 
     def _read_unpublished(self, offset: int, size: int, reader: MountReader) -> bytes:
         """Return bytes of which some are only in windows. Needs `_lock`."""

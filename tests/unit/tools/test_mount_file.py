@@ -232,6 +232,24 @@ def test_a_reader_of_a_file_that_is_written_out_of_order_sees_its_bytes_or_an_er
     tree.release("/.fuse_hidden01", reader)
 
 
+@pytest.mark.parametrize("first", [b"", b"1"], ids=["no byte of the first part", "some bytes of the first part"])
+def test_a_read_of_a_later_part_leaves_the_first_one_writable(
+    tree: MountOperations, namespace: Namespace, first: bytes
+) -> None:
+    data = random_bytes(16 * _MIB)
+    handle = written(tree, "/a", first)
+    tree.write("/a", data[8 * _MIB :], 8 * _MIB, handle)
+    reader = tree.open("/a", os.O_RDONLY)
+    with pytest.raises(OSError, match="bytes before its end are missing") as busy:
+        tree.read("/a", 10, 8 * _MIB, reader)
+    assert busy.value.errno == errno.EBUSY
+    tree.write("/a", data[: 8 * _MIB], 0, handle)
+    assert tree.read("/a", 10, 8 * _MIB, reader) == data[8 * _MIB :][:10]
+    close(tree, "/a", handle)
+    tree.release("/a", reader)
+    assert namespace.get("a") == data
+
+
 def test_a_reader_sees_what_another_client_wrote_beside_an_idle_writer(tree: MountOperations, namespace: Namespace) -> None:
     close(tree, "/a", written(tree, "/a", b"1"))
     handle = tree.open("/a", os.O_WRONLY)
