@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ckpt.adapters.deepspeed_names import COUNTERS, SCALER_FIELDS
-from ckpt.state.boxes import flat_boxes
+from ckpt.state.boxes import flat_boxes, whole_box
 from ckpt.storage.base.errors import CkptError
 from ckpt.tools.common import import_optional
 from ckpt.tools.import_files import (
@@ -42,6 +44,10 @@ _OWN_ENTRIES = frozenset((
     "num_experts", "ds_autoep_layers", "checkpoint_parallel_dimensions",
 ))  # fmt: skip
 """The entries of a model file that are no `client_state` of the user."""
+
+
+_STEP_BYTES = 8
+"""The most bytes of a step count that is a tensor."""
 
 
 class StandIn:
@@ -176,12 +182,29 @@ def _require_one_save(folder: Path, models: Sequence[Any], optimizers: Sequence[
             f"{folder} has the optimizer files of {len(optimizers)} ranks, and was saved by {max(counts)}: copy it again"
         )
     options = [_without_parameters(base_state(each)["param_groups"]) for each in optimizers]
-    if any(other != options[0] for other in options) or len({each["global_steps"] for each in models}) > 1:
+    steps = [_step_counts(each) for each in optimizers]
+    is_mixed = any(counts.get(number, step) != step for counts in steps for number, step in steps[0].items())
+    if is_mixed or any(other != options[0] for other in options) or len({each["global_steps"] for each in models}) > 1:
         raise CkptError(f"{folder} has files of different steps: the save was killed, so import the checkpoint before it")
 
 
 def _without_parameters(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+
+def _step_counts(optimizer: Any) -> dict[Any, Any]:
+    """Return the step count of each flat partition, as its bytes if it is a tensor."""
+    found = {}
+    for number, state in base_state(optimizer)["state"].items():
+        step = state.get("step")
+        if isinstance(step, FileLeaf):
+            if step.nbytes > _STEP_BYTES:
+                raise ValueError("a step count is not a number")
+            data = np.empty(step.nbytes, np.uint8)
+            step.read(whole_box(step.shape), data)
+            step = data.tobytes()
+        found[number] = step
+    return found
 
 
 def _as_list(value: object) -> list[Any]:

@@ -200,6 +200,30 @@ def test_a_training_continues_from_a_universal_checkpoint(tmp_path: Path) -> Non
         load_imported(tmp_path / "step3_universal")
 
 
+@pytest.mark.parametrize("kind", [int, torch.tensor], ids=["numbers", "tensors"])
+def test_optimizer_files_of_zero_of_two_steps_are_refused(kind: Any, tmp_path: Path) -> None:
+    """A save into the folder of an earlier one was killed. With a constant learning rate, only the step counts differ."""
+
+    def write(steps: tuple[int, int]) -> None:
+        for rank, step in enumerate(steps):
+            state = {0: {"step": kind(step), "exp_avg": torch.ones(2)}}
+            optimizer = {
+                "partition_count": [2], "single_partition_of_fp32_groups": [torch.full((2,), 1.0 + rank)],
+                "base_optimizer_state": {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]},
+            }  # fmt: skip
+            path = tmp_path / "source" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            torch.save({"optimizer_state_dict": optimizer}, path)
+
+    (tmp_path / "source").mkdir()
+    model = {"module": {}, "param_shapes": [{"a": torch.Size([4])}], "global_steps": 200}
+    torch.save(model, tmp_path / "source" / "mp_rank_00_model_states.pt")
+    write((200, 100))
+    with pytest.raises(CkptError, match="files of different steps: the save was killed"):
+        load_imported(tmp_path / "source")
+    write((200, 200))
+    assert load_imported(tmp_path / "source")["model"]["a"].tolist() == [1, 1, 2, 2]
+
+
 # --- all formats -----------------------------------------------------------------------------------------------------
 
 
