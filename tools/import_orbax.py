@@ -66,7 +66,8 @@ def read_state(source: Path) -> Any:
         ]
     except DAMAGE as error:
         raise CkptError(f"{folder / _METADATA} is damaged ({first_line(error)}): copy the folder again") from error
-    arrays = _Arrays(folder, bool(metadata.get("use_zarr3", False)))
+    is_complete = bool(metadata.get("store_array_data_equal_to_fill_value", False))
+    arrays = _Arrays(folder, bool(metadata.get("use_zarr3", False)), is_complete)
     with refuse_damage(folder, "copy the folder again"):
         arrays.open([_name(keys) for keys, value_type in entries if value_type in _KINDS])
         return _nested(entries, arrays)
@@ -105,12 +106,13 @@ def _key(entry: dict[str, Any]) -> str | int:
 
 
 class _Arrays:
-    """Opens the arrays of a folder."""
+    """Opens the arrays of a folder. is_complete: whether it has every chunk; older versions of Orbax leave out zeros."""
 
-    def __init__(self, folder: Path, use_zarr3: bool) -> None:
+    def __init__(self, folder: Path, use_zarr3: bool, is_complete: bool) -> None:
         self._folder = folder.absolute()
         self._use_ocdbt = (folder / "manifest.ocdbt").exists()  # older versions do not record it in the metadata
         self._driver = "zarr3" if use_zarr3 else "zarr"
+        self._is_complete = is_complete
         self._tensorstore = import_optional("tensorstore", "a checkpoint of Orbax", "orbax")
         self._context = self._tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
         self._opened: dict[str, Any] = {}
@@ -149,6 +151,8 @@ class _Arrays:
         if self._use_ocdbt:
             store = {"driver": "ocdbt", "base": f"file://{self._folder}/", "path": f"{name}/"}
         spec = {"driver": self._driver, "kvstore": store, "recheck_cached_data": False, "recheck_cached_metadata": False}
+        if self._is_complete:
+            spec["fill_missing_data_reads"] = False
         try:
             return self._tensorstore.open(spec, read=True, context=self._context).result()
         except (ValueError, OSError, RuntimeError) as error:

@@ -90,6 +90,20 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "imported").exists()
 
 
+@pytest.mark.parametrize("options", [{"use_ocdbt": False}, {"use_ocdbt": False, "use_zarr3": True}], ids=str)
+@pytest.mark.parametrize("value", [jnp.ones(50), 5], ids=["array", "scalar"])
+def test_a_checkpoint_without_one_of_its_chunks_is_refused(options: dict[str, bool], value: Any, tmp_path: Path) -> None:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
+        checkpointer.save(tmp_path / "orbax", args=ocp.args.PyTreeSave({"a": value, "b": jnp.zeros(5)}))
+    chunks = [path for path in (tmp_path / "orbax" / "a").rglob("*") if path.is_file() and path.name[0] not in ".z"]
+    assert chunks
+    for path in chunks:
+        path.unlink()
+    with pytest.raises(CkptError, match="copy the folder again"):
+        load_imported(tmp_path / "orbax")
+    assert not list((tmp_path / "imported").rglob("commit.json"))
+
+
 def test_a_part_of_the_metadata_is_forged(tmp_path: Path) -> None:
     """Each forged folder gives an error with advice, or a state."""
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
