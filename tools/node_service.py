@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ckpt.storage.base.background_stderr import finish_stderr, write_stderr_in_background
 from ckpt.storage.base.errors import InvalidArgument
 from ckpt.storage.node.client_credentials import is_loopback
-from ckpt.tools.common import format_size
+from ckpt.tools.common import format_size, import_optional
 
 if TYPE_CHECKING:
     from ckpt.aggregator.cluster.etcd import Announcement
@@ -98,6 +98,7 @@ def serve_node(spec: ServiceSpec) -> int:
     from ckpt.storage.member.device import Device
     from ckpt.storage.node.server import NodeServer
 
+    import_optional("prometheus_client", "ckpt-node", "node")
     _log_to_stderr()
     host, port = spec.listen
     device = Device(spec.data, spec.capacity)
