@@ -38,6 +38,11 @@ _CLASSES = {
 }  # fmt: skip
 
 
+def _joined_path(*parts: object) -> str:
+    """Return a path as text. It takes the place of the class Path, whose attributes a pickle could change."""
+    return "/".join(map(str, parts))
+
+
 class MetadataUnpickler(pickle.Unpickler):
     """Reads DCP's metadata. It finds no other classes and functions, so that it can run nothing else."""
 
@@ -49,7 +54,7 @@ class MetadataUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
             return found
         if module == "pathlib" and name in ("PosixPath", "Path", "PurePosixPath"):
-            return Path
+            return _joined_path
         if (module, name) not in _CLASSES:
             raise pickle.UnpicklingError(f"it has a {module}.{name}, which is none of DCP's metadata")
         return super().find_class(module, name)
@@ -160,7 +165,7 @@ class _Files:
     def _read_part(self, info: Any, where: str) -> Any:
         name = str(info.relative_path)
         path = self._folder / name
-        if name.startswith("/") or ".." in Path(name).parts:
+        if name.startswith("/") or ".." in name.split("/"):
             raise CkptError(
                 f"{where} is in {name!r}, which is outside of the folder, where no file is read: move it into the folder"
             )

@@ -27,7 +27,7 @@ from ckpt.tools.import_files import raise_if_unreadable, refuse_damage
 COMMON = "common.pt"
 _ZIP_MAGIC = b"PK\x03\x04"
 _CLASSES = {
-    "argparse": {"Namespace"}, "builtins": {"set", "complex"}, "collections": {"OrderedDict", "defaultdict"},
+    "builtins": {"set", "complex"}, "collections": {"OrderedDict", "defaultdict"},
     "_codecs": {"encode"}, "numpy": {"ndarray", "dtype"}, "numpy.core.multiarray": {"_reconstruct", "scalar"},
     "numpy._core.multiarray": {"_reconstruct", "scalar"}, "torch": {"Size"},
     "torch._utils": {"_rebuild_tensor_v2", "_rebuild_parameter"},
@@ -112,10 +112,16 @@ class _MegatronMetadataUnpickler(MetadataUnpickler):
             return _Unknown()
 
 
+class _Namespace(argparse.Namespace):
+    """Takes the place of argparse.Namespace in pickles, which could change the attributes of that class."""
+
+
 class _PlainUnpickler(pickle.Unpickler):
     """Finds no classes but those of plain values. Others become `_Unknown`, so that nothing of them runs."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("argparse", "Namespace"):
+            return _Namespace
         if name in _CLASSES.get(module, ()):
             return super().find_class(module, name)
         if module == "torch":

@@ -69,6 +69,27 @@ def test_getattr_in_metadata_of_dcp_reaches_no_function(tmp_path: Path) -> None:
         load_imported(tmp_path / "dcp")
 
 
+@pytest.mark.parametrize("kind", [str, Path])
+def test_metadata_of_dcp_that_change_a_class_read_no_file_outside_of_the_folder(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pickle can set attributes of each class that it finds. Here it sets Path.parts."""
+    import torch.distributed.checkpoint as dcp
+
+    monkeypatch.setattr(Path, "parts", Path.parts)  # restored, also if the import changes it
+    before = Path.parts
+    for name in ("dcp", "other"):
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / name, no_dist=True)
+    file = tmp_path / "dcp" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = kind("../other/" + info.relative_path)
+    file.write_bytes(b"cpathlib\nPath\n(N}Vparts\n)stb0" + pickle.dumps(metadata))
+    with pytest.raises(CkptError, match="is outside of the folder, where no file is read"):
+        load_imported(tmp_path / "dcp")
+    assert Path.parts is before
+
+
 def test_large_tensors_of_dcp(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 

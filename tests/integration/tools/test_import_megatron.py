@@ -6,6 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,21 @@ def test_code_of_torchscript_in_the_common_file_is_refused_and_not_loaded(
     with pytest.raises(CkptError, match="is an archive of TorchScript, which has code: leave it out with --only"):
         read_state(source)
     assert set(read_state(source, lambda name: name != "common")) == {"tensors", "objects"}
+
+
+def test_a_common_file_that_sets_an_attribute_of_a_class_does_not_change_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(argparse.Namespace, "forged", "no", raising=False)
+    source = megatron_folder(tmp_path / "source", {"a": torch.ones(2)}, {"iteration": 1})
+    with zipfile.ZipFile(source / "common.pt") as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(source / "common.pt", "w") as archive:
+        for name, data in records.items():
+            forged = b"cargparse\nNamespace\n(N}Vforged\nVyes\nstb0" * name.endswith("data.pkl")
+            archive.writestr(name, forged + data)
+    assert read_state(source)["common"] == {"iteration": 1}
+    assert argparse.Namespace.forged == "no"  # type: ignore[attr-defined]
 
 
 def test_a_damaged_common_file_is_refused(tmp_path: Path) -> None:
