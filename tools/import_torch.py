@@ -21,6 +21,8 @@ from ckpt.tools.import_files import DAMAGE, FileLeaf, FileRegion, raise_if_unrea
 from ckpt.tools.import_old_torch import allowed_classes, data_offset, load_to_meta, reports_storage_offsets
 
 _CHECKED_BYTES = 4 << 20
+_ORDER_BYTES = 16
+"""The most bytes of the record of the byte order that are read."""
 _REPACKED_ADVICE = "load it with torch, and save it again"
 
 
@@ -66,7 +68,10 @@ def _require_byte_order(file: IO[bytes], where: str) -> None:
             for record in found:
                 if not record.CRC:  # written without checksums; zipfile checks none if the attribute is missing
                     del record.CRC
-            order = archive.read(found[0]).decode() if found else sys.byteorder
+            order: str = sys.byteorder
+            if found:
+                with archive.open(found[0]) as opened:
+                    order = opened.read(_ORDER_BYTES).decode()
     except (*DAMAGE, OSError) as error:
         raise_if_unreadable(error, where)
         raise CkptError(f"{where} is not a file of torch.save, or is damaged ({error}): copy it again") from error

@@ -6,6 +6,7 @@ import collections
 import os
 import pickle
 import subprocess
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -334,6 +335,18 @@ def test_a_file_that_another_program_has_packed_is_refused_or_equal(compression:
         assert not (tmp_path / "imported").exists()
     else:
         assert_same_tensors(loaded, state)
+
+
+def test_a_compressed_byte_order_fills_no_memory(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "state.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("state/byteorder", bytes(64 << 20))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CkptError, match="load it with torch"):
+            load_imported(tmp_path / "state.pt")
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_source_that_changes_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
