@@ -41,7 +41,7 @@ class RegisterVerbs:
         return self._registers.change(wire.decode_changes(changes), writer, fence_number)
 
     def _verb_registers_scan(self, prefix: str, after: str, limit: int, fence_number: int) -> list[object]:
-        found = self._registers.scan(prefix, after, min(limit, 10_000), fence_number)
+        found = self._registers.scan(prefix, after, max(0, min(limit, 10_000)), fence_number)
         return [[name for name, _ in found], wire.encode_answers([answer for _, answer in found])]
 
     def _verb_registers_anew(self) -> None:

@@ -40,6 +40,8 @@ T = TypeVar("T")
 
 _READ_BYTES = 4 << 20
 """The most bytes of an object that one message of a stream has."""
+_UNKNOWN_VERB = "unknown"
+"""Under this verb, the metrics count the calls that the node does not have."""
 _LIST_ENTRIES = 5_000
 """The most entries that one message of a listing has."""
 
@@ -165,7 +167,8 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
     # --- Flight ------------------------------------------------------------------------------------------------
 
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[flight.Result]:
-        return self._run_handler(action.type, lambda: self._run_action(context, action))
+        verb = action.type if action.type in self._handlers else _UNKNOWN_VERB  # otherwise, clients could add counters
+        return self._run_handler(verb, lambda: self._run_action(context, action))
 
     def _run_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[flight.Result]:
         has_digest = message_digests.require_unchanged(context, action.type, action.body)

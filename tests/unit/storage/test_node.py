@@ -225,6 +225,22 @@ def test_calls_are_counted_by_verb(tmp_path: Path) -> None:
         node.close()
 
 
+def test_calls_of_unknown_verbs_are_counted_together(local_node: LocalNode, store: NodeStore) -> None:
+    store.call("list", "")
+    before = len(local_node.server.counters)
+    for number in range(20):
+        with pytest.raises(InvalidArgument, match=f"has no call 'no {number}'"):
+            store.call(f"no {number}")
+    assert local_node.server.counters["errors", "unknown"] == 20
+    assert len(local_node.server.counters) <= before + 3
+
+
+def test_a_listing_of_registers_with_a_negative_limit_is_empty(store: NodeStore) -> None:
+    store.registers.learn("a", RegisterValue(b"head"))
+    assert store.call("registers.scan", "", "", 1, 0)[0] == ["a"]
+    assert store.call("registers.scan", "", "", -1, 0)[0] == []
+
+
 def test_used_bytes_are_those_of_the_objects(tmp_path: Path) -> None:
     """This holds at every moment. Other files on the disk do not count."""
     node = LocalNode(tmp_path)
