@@ -206,6 +206,7 @@ class Checkpointer:
         session, repo = self._require_open(), self.repository
         self._idle_window = None
         self._wait_ignoring_errors()  # a running save may delete the files that are read next
+        (self._tiers or session).forget_previous()  # a save refers to no block of a step that this load finds damaged
         request = LoadRequest(state, rename=rename, group=session.group, share_reads=share_reads, bypass_cache=True)
         with heartbeat_marks.phase("load"):
             if step is not None:

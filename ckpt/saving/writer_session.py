@@ -202,7 +202,8 @@ class Session:
         clear_damaged(self.repo, attempt.step)
 
     def forget_previous(self) -> None:
-        """Read the committed steps again before the next save. Call it if a save failed or its end is unknown."""
+        """Read the committed steps again before the next save. Call it before a load, and if a save failed or its end is
+        unknown."""
         self._previous_steps.forget()
 
     def note_line(self, line: TrainingLine) -> None:

@@ -204,7 +204,8 @@ class TierManager:
                     raise
                 self._skip_after_failure(number, step, error)
                 if self._group.size > 1 and not blocking:  # the other ranks learn of the failure only after this step
-                    return self._failed_handle(tier, step, error)
+                    self._last_save = tier.failed_handle(step, error)
+                    return self._last_save
                 continue
             self._last_save, self._skipped_step = handle, None
             handle.when_done(partial(self._save_ended, handle, number, further_tiers))
@@ -273,13 +274,6 @@ class TierManager:
             self._open_tiers[number + 1].url, format_count(tier.saves_to_skip, "save"),
         )  # fmt: skip
 
-    def _failed_handle(self, tier: OpenTier, step: int, error: BaseException) -> SaveHandle:
-        handle = SaveHandle(step)
-        tier.let_next_save_supersede(handle)
-        handle.end(None, error)
-        self._last_save = handle
-        return handle
-
     def _release_previous_memories(self, step: int) -> None:
         """Stop reading the memory of earlier attempts, so that `ckpt-run` may free it: this newer step exists."""
         if may_have_later_step(self._previous_memories, self._unlisted_tiers, step):
@@ -292,6 +286,11 @@ class TierManager:
                 tier.copier.set_source(self._repositories_except(tier.session.repo))
 
     # --- promoting ---------------------------------------------------------------------------------------------
+
+    def forget_previous(self) -> None:
+        """Let the next save to each tier read the committed steps again."""
+        for tier in self._open_tiers:
+            tier.session.forget_previous()
 
     def load_ended(self, step: int) -> None:
         """Record the end of a load, and remove the damaged copies that it found.

@@ -120,6 +120,13 @@ class OpenTier:
         handle.supersede_error()
         self.session.superseded_failure = handle
 
+    def failed_handle(self, step: int, error: BaseException) -> SaveHandle:
+        """Return the handle of a save that has failed when it began. The next save supersedes its error."""
+        handle = SaveHandle(step)
+        self.let_next_save_supersede(handle)
+        handle.end(None, error)
+        return handle
+
 
 def publish_durable(tier: OpenTier, step: int) -> None:
     """Publish for `ckpt-run` that a step is not only in the memory of hosts."""

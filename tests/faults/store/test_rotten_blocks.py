@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.flipped_bits import flip_bit
+from helpers.states import assert_same
 
 import ckpt
 from ckpt.block_io import replicated_store
@@ -123,6 +124,33 @@ def test_more_copies_than_kept_steps_are_refused(last: int, copies: int) -> None
 def test_copies_with_tiers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ckpt.InvalidArgument, match="tiers"):
         ckpt.Checkpointer(tmp_path / "run", keep=ckpt.Keep(3, copies=2), tiers=[ckpt.Tier(tmp_path / "near")])
+
+
+@pytest.mark.parametrize("has_tiers", [False, True])
+def test_after_a_restore_no_save_refers_to_blocks_of_a_damaged_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_tiers: bool
+) -> None:
+    """The restore stops at the first damaged block, so that nobody knows of the other one."""
+    monkeypatch.setattr("ckpt.format.pack.PACK_BYTES", 1)
+    run, near = LocalStore(tmp_path / "run", direct=False), LocalStore(tmp_path / "near", direct=False)
+    stores, tiers = ([near, run], [ckpt.Tier(near)]) if has_tiers else ([run], [])
+
+    def large(step: int) -> dict[str, Any]:
+        return {name: np.full(5 << 20, 10 * step + number, np.uint8) for number, name in enumerate("ab")}
+
+    with ckpt.Checkpointer(run, every=None, codec="none", tiers=tiers, scrub=None) as ck:
+        for step in (1, 2):
+            ck.save(step, large(step), blocking=True)
+            ck.wait()
+        for store in stores:
+            for row in ckpt.open(store)[2].manifest().rows:
+                assert row.pack is not None
+                flip_bit(Path(store.root) / row.pack, row.position)
+        with pytest.warns(UserWarning, match="older step 1"):
+            assert ck.restore(large(0))[1] == 2
+        ck.save(2, large(2), blocking=True)
+    for store in stores:
+        assert_same(ckpt.load(store, step=2), large(2))
 
 
 # --- the scrub in the background ---------------------------------------------------------------------------------
