@@ -51,7 +51,8 @@ def lacks_space(error: BaseException) -> bool:
     """Return whether a save failed because the store of this rank, or of the rank that reported the error, is full."""
     if isinstance(error, StepRefused):
         return error.is_store_full
-    return isinstance(error, NoSpace) or (isinstance(error, OSError) and error.errno == errno.ENOSPC)
+    numbers = [getattr(each, "errno", None) for each in (error, error.__cause__)]
+    return isinstance(error, NoSpace) or errno.ENOSPC in numbers
 
 
 def note_unknown_outcome(store: Store, lease: GroupLease, group: Group, attempt: Attempt, error: BaseException) -> None:
@@ -60,7 +61,7 @@ def note_unknown_outcome(store: Store, lease: GroupLease, group: Group, attempt:
         f"rank 0 failed while it committed step {attempt.step} of {store.url}, and can't find out whether the step exists: "
         f"{error}; look at the list of steps (ckpt-inspect) when the store answers"
     )
-    failure = {"reason": reason, "missing": False, "rank": 0, "uncertain": True}
+    failure = {"reason": reason, "missing": False, "full": lacks_space(error), "rank": 0, "uncertain": True}
     group.leave_note(_note_key(lease, attempt, True), json_records.encode("failure", failure))
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from ckpt.errors import RanksMissing, SaveFailed, StepRefused, StepSkipped
+from ckpt.errors import SaveFailed
+from ckpt.saving.failure_reports import lacks_space
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.skipped_step import skip_step
 from ckpt.saving.writer_session import Session
@@ -163,8 +163,6 @@ def next_tier(tiers: Sequence[OpenTier]) -> int:
 
 
 def can_fall_through(error: BaseException, group_size: int) -> bool:
-    """Return whether to try the next tier. In a group only errors that all ranks see count: all must choose alike."""
-    if group_size == 1:
-        return isinstance(error, StoreError)
-    full = isinstance(error, NoSpace) or getattr(error.__cause__, "errno", None) == errno.ENOSPC
-    return full or (isinstance(error, StepRefused) and not isinstance(error, (RanksMissing, StepSkipped)))
+    """Return whether to try the next tier. All ranks of a group must choose alike: only a lack of space counts, which a rank
+    reports to all others."""
+    return isinstance(error, StoreError) if group_size == 1 else lacks_space(error)

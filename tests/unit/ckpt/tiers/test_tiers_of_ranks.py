@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import warnings
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.failing_store import FailingStore
+from helpers.failing_store import FailingStore, Injected
 from helpers.rank_threads import all_well, on_ranks
 from helpers.tier_folders import FullStore, TierFolders, close_as_if_failed, shard_of, train_and_wait
 from helpers.tier_folders import tier_folders as tier_folders
@@ -113,6 +114,27 @@ def test_ranks_save_beyond_the_limit_of_a_tier(tier_folders: TierFolders) -> Non
 
     all_well(on_ranks(2, work))
     assert ckpt.open(tier_folders.run).steps()[-1] == 4
+
+
+def test_ranks_use_the_tier_again_after_an_error_of_one_rank(tier_folders: TierFolders) -> None:
+    """The others do not know whether that rank tries the next tier, unless its store is full."""
+    met = threading.Barrier(2)
+
+    def work(group: Group) -> list[int]:
+        inner = LocalStore(tier_folders.nvme)
+        near = FailingStore(inner, "create", 1) if group.rank else inner
+        ck = ckpt.Checkpointer(tier_folders.run, every=None, tiers=[ckpt.Tier(near)], group=group, timeout=20)
+        with pytest.raises(Injected if group.rank else ckpt.StepRefused):
+            ck.save(0, shard_of(group.rank, 2, 0)).result()
+        assert ck._tiers is not None
+        found = [tier.saves_to_skip for tier in ck._tiers._open_tiers]
+        met.wait(600)
+        ck.step(1, shard_of(group.rank, 2, 1))
+        ck.close()
+        return found
+
+    assert all_well(on_ranks(2, work)) == [[0, 0], [0, 0]]
+    assert ckpt.open(tier_folders.nvme).steps() == ckpt.open(tier_folders.run).steps() == [1]
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])
