@@ -31,7 +31,7 @@ from ckpt.saving.handle import SaveHandle
 from ckpt.saving.lone_rank_warning import group_that_saves
 from ckpt.saving.nan_check import NanOption
 from ckpt.saving.options import DifferenceOption, Options
-from ckpt.saving.pipeline import save as run_save
+from ckpt.saving.pipeline import save_after_failure
 from ckpt.saving.skipped_step import skip_step
 from ckpt.saving.staging_memory import prepare_staging
 from ckpt.saving.writer_session import Session
@@ -408,9 +408,9 @@ class Checkpointer:
         try:
             with heartbeat_marks.phase("save"):
                 if self._tiers is not None:
-                    handle = self._tiers.save(step, state, options, blocking, all_tiers)
+                    handle, earlier_failure = self._tiers.save(step, state, options, blocking, all_tiers)
                 else:
-                    handle = run_save(session, state, step, options, blocking)
+                    handle, earlier_failure = save_after_failure(session, state, step, options, blocking)
         except BaseException:
             self._scrubber.note_save_ended(None)
             raise
@@ -423,6 +423,8 @@ class Checkpointer:
         self._cost_seconds = time.monotonic() - began
         if self._schedule is not None:
             self._schedule.save_started(step, handle)
+        if earlier_failure is not None:  # in a group, this save has begun nevertheless
+            raise earlier_failure
         return handle
 
     def _publish_commit(self, page: heartbeat_page.HeartbeatPage, handle: SaveHandle) -> None:

@@ -27,20 +27,34 @@ from ckpt.saving.writer_session import Session
 from ckpt.state.tree import FlatState
 from ckpt.support.runtime import collector_paused
 
+BegunSave = tuple[SaveHandle, SaveFailed | None]
+"""The handle of a save, and the error of an earlier save, which the caller must raise."""
+
 
 def save(session: Session, state: Any, step: int | None, options: Options, blocking: bool) -> SaveHandle:
     """Save a state as `step`, and return its handle: after the commit if `blocking`, else when it is staged.
-
-    Every call uses a step number and an attempt, even if it fails at once. The ranks of a group learn of a failure in different
-    calls, and their numbers would differ from then on. For the same reason a rank that finds here that an earlier save failed
-    still takes part in this save, and raises afterwards. Otherwise this save would fail on the other ranks, they would find
-    that one call later, and so on.
 
     state: the state, or one that `flatten_state` returned.
     step: its number; None for the next one (`Session.next_step`).
     blocking: whether to wait for the commit. If not, deferred blocks are staged after the return.
 
     Raises SaveFailed if an earlier save in the background failed, and the errors of `ckpt.save`.
+    """
+    handle, failed = save_after_failure(session, state, step, options, blocking)
+    if failed is not None:
+        raise failed
+    return handle
+
+
+def save_after_failure(session: Session, state: Any, step: int | None, options: Options, blocking: bool) -> BegunSave:
+    """Do what `save` does, but return the error of an earlier save, and not only raise it.
+
+    Every call uses a step number and an attempt, even if it fails at once. The ranks of a group learn of a failure in different
+    calls, and their numbers would differ from then on. For the same reason a rank that finds here that an earlier save failed
+    still takes part in this save, and raises afterwards. Otherwise this save would fail on the other ranks, they would find
+    that one call later, and so on.
+
+    Raises SaveFailed if an earlier save failed and there is no group, and the errors of `ckpt.save`.
     """
     attempt = session.begin_attempt(step)
     failed: SaveFailed | None = None
@@ -80,9 +94,7 @@ def save(session: Session, state: Any, step: int | None, options: Options, block
         raise
     if blocking:
         handle.result()
-    if failed is not None:
-        raise failed
-    return handle
+    return handle, failed
 
 
 def _prepare_run(

@@ -29,7 +29,7 @@ from ckpt.saving import session_registry
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.lineage import Lineage
 from ckpt.saving.options import Options
-from ckpt.saving.pipeline import save as run_save
+from ckpt.saving.pipeline import BegunSave, save_after_failure
 from ckpt.saving.save_plan import flatten_state, planned_bytes
 from ckpt.saving.skipped_step import skip_step
 from ckpt.saving.writer_session import Session
@@ -180,8 +180,8 @@ class TierManager:
         """Return whether a further tier gets this step because of its number. Tiers with an interval of time do not count."""
         return bool([tier for tier in self._open_tiers[1:] if tier.reaches(step, step_before)])
 
-    def save(self, step: int, state: Any, options: Options, blocking: bool, all_tiers: bool) -> SaveHandle:
-        """Save to the nearest tier that can take the step, and return the handle.
+    def save(self, step: int, state: Any, options: Options, blocking: bool, all_tiers: bool) -> BegunSave:
+        """Save to the nearest tier that can take the step, and return what `save_after_failure` returns.
 
         all_tiers: whether the step is due in all tiers, whatever its number.
         """
@@ -197,7 +197,7 @@ class TierManager:
                 for other in further_tiers:
                     if other.copier is not None:
                         other.copier.expect(step)
-                handle = self._save_to_tier(tier, step, state, options, blocking)
+                handle, earlier_failure = self._save_to_tier(tier, step, state, options, blocking)
             except BaseException as error:
                 cancel_promotion(further_tiers, step)
                 if number == len(self._open_tiers) - 1 or not can_fall_through(error, self._group.size):
@@ -205,14 +205,14 @@ class TierManager:
                 self._skip_after_failure(number, step, error)
                 if self._group.size > 1 and not blocking:  # the other ranks learn of the failure only after this step
                     self._last_save = tier.failed_handle(step, error)
-                    return self._last_save
+                    return self._last_save, None
                 continue
             self._last_save, self._skipped_step = handle, None
             handle.when_done(partial(self._save_ended, handle, number, further_tiers))
-            return handle
+            return handle, earlier_failure
         raise AssertionError("the last tier raises")
 
-    def _save_to_tier(self, tier: OpenTier, step: int, state: Any, options: Options, blocking: bool) -> SaveHandle:
+    def _save_to_tier(self, tier: OpenTier, step: int, state: Any, options: Options, blocking: bool) -> BegunSave:
         if tier.capacity_bytes is not None:
             try:
                 self._require_room(tier, state, options)
@@ -220,7 +220,8 @@ class TierManager:
                 if self._group.size > 1:
                     skip_step(tier.session, step, error)
                 raise
-        return run_save(tier.session, state, step, dataclasses.replace(options, keep=as_keep(tier.spec.keep)), blocking)
+        options = dataclasses.replace(options, keep=as_keep(tier.spec.keep))
+        return save_after_failure(tier.session, state, step, options, blocking)
 
     def _require_room(self, tier: OpenTier, state: Any, options: Options) -> None:
         if self._step_bytes is None:

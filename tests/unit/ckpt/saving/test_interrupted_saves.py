@@ -20,7 +20,8 @@ from ckpt.saving.deferred_blocks import find_deferred_blocks
 from ckpt.saving.save_run import SaveRun
 
 _CALLERS = {
-    function.__code__ for function in (pipeline.save, SaveRun.run_blocking, SaveRun.run_in_background, find_deferred_blocks)
+    function.__code__
+    for function in (pipeline.save_after_failure, SaveRun.run_blocking, SaveRun.run_in_background, find_deferred_blocks)
 }
 
 
@@ -51,7 +52,7 @@ class Interrupter:
         caller = frame.f_back
         if self.place or caller is None or caller.f_code not in _CALLERS:
             return
-        if caller.f_code is pipeline.save.__code__ and "attempt" not in caller.f_locals:
+        if caller.f_code is pipeline.save_after_failure.__code__ and "attempt" not in caller.f_locals:
             return
         if frame.f_globals["__name__"] in ("weakref", "_weakrefset"):  # a callback, in which Python swallows errors
             return

@@ -116,6 +116,31 @@ def test_ranks_save_beyond_the_limit_of_a_tier(tier_folders: TierFolders) -> Non
     assert ckpt.open(tier_folders.run).steps()[-1] == 4
 
 
+def test_a_step_whose_call_raises_the_error_of_an_earlier_step_is_copied(tier_folders: TierFolders) -> None:
+    """In a group, this step is saved nevertheless, so that the ranks stay in step."""
+
+    def work(group: Group) -> None:
+        tiers = [ckpt.Tier(tier_folders.nvme)]
+        ck = ckpt.Checkpointer(tier_folders.run, every=None, tiers=tiers, group=group, timeout=60)
+        first, second, third = (shard_of(group.rank, 2, step) for step in range(3))
+        ck.save(0, first).result()
+        if group.rank:
+            with pytest.raises(ckpt.UnsupportedLeaf):
+                ck.step(1, {"f": lambda: 0})
+            ck.step(2, third)
+        else:
+            handle = ck.step(1, second)
+            assert handle is not None
+            assert handle.wait(600)
+            with pytest.raises(ckpt.SaveFailed, match="saving step 1 "):
+                ck.step(2, third)
+        ck.close()
+
+    all_well(on_ranks(2, work))
+    assert ckpt.open(tier_folders.nvme).steps() == [0, 2]
+    assert ckpt.open(tier_folders.run).steps() == [0, 2]
+
+
 def test_ranks_use_the_tier_again_after_an_error_of_one_rank(tier_folders: TierFolders) -> None:
     """The others do not know whether that rank tries the next tier, unless its store is full."""
     met = threading.Barrier(2)
