@@ -85,7 +85,8 @@ class SaveHandle:
 
     def has_stalled(self) -> bool:
         """Return whether a thread has waited for CKPT_STORE_TIMEOUT seconds without any progress of the save."""
-        return self._standstill.seconds >= store_timeout_seconds() and not self._done.is_set()
+        with self._lock:
+            return not self._has_ended and self._standstill.seconds >= store_timeout_seconds()
 
     def stall_error(self) -> SaveFailed:
         """Return the error to raise if the save makes no progress."""

@@ -1,4 +1,4 @@
-"""A rank whose earlier save has stalled tells the other ranks why it takes no part in the next one, without its store."""
+"""A save that has stalled: what the other ranks learn of it, and what becomes of it when the store answers again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.rank_threads import all_well, on_ranks, one_array
+from helpers.rank_threads import all_well, lease_owner, on_ranks, one_array
 
 import ckpt
 from ckpt.groups.base import Group
@@ -96,3 +96,37 @@ def test_other_ranks_get_the_reason_of_a_rank_whose_earlier_save_has_stalled(
     reason = f"step 2 is given up because rank {stalled_rank} failed: saving step 1 has made no progress for 1 s"
     assert str(error).startswith(reason)
     assert not list(folder.glob(f"steps/2/part/{stalled_rank}-*-failed.json")), "the stalled rank calls no store"
+
+
+class HangingPublication(LocalStore):
+    """A directory whose mount hangs before a step is published, until `answers` is set; then it may fail."""
+
+    def __init__(self, path: Path, fails: bool) -> None:
+        super().__init__(path)
+        self._fails = fails
+        self.answers = threading.Event()
+
+    def publish(self, name: str, *args: Any) -> None:
+        assert self.answers.wait(600)
+        if self._fails:
+            raise ckpt.StoreError("the mount has an error")
+        super().publish(name, *args)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_stalled_save_that_ends_releases_the_lease_and_reports_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    monkeypatch.setenv(STORE_TIMEOUT_VARIABLE, "1")
+    store = HangingPublication(tmp_path, fails)
+    handle = ckpt.save(one_array(1), store, 1, blocking=False, group=None)
+    with pytest.raises(ckpt.SaveFailed, match="saving step 1 has made no progress"):
+        handle.result()
+    store.answers.set()
+    assert handle.wait(60)
+    assert lease_owner(tmp_path) is None
+    if fails:
+        with pytest.raises(ckpt.SaveFailed, match="the mount has an error"):
+            ckpt.save(one_array(2), tmp_path, 2, group=None)
+    ckpt.save(one_array(3), tmp_path, 3, group=None)
+    assert ckpt.open(tmp_path).steps() == ([3] if fails else [1, 3])
