@@ -333,9 +333,11 @@ def _require_no_live_holder(repo: Repository, generation: int, process: ProcessI
             repo.url, generation_name(generation),
         )  # fmt: skip
         return
-    if owner is None or owner.pid == process.pid:
+    if owner is None:
         return
     is_owner_alive = is_alive(owner, process)
+    if is_owner_alive and owner.pid == process.pid:  # this process, for another of its groups
+        return
     if is_owner_alive:
         raise RepositoryBusy(
             f"{repo.url} is being written by process {owner.pid} on {owner.host} since {owner.since}; "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -70,13 +72,17 @@ def test_a_lease_that_nobody_uses_is_taken_over_without_a_warning(
     assert caplog.records == []
 
 
-def test_a_lease_of_another_host_is_taken_over_with_a_warning(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
-    put_lease_record(repo.store, 3, elsewhere())
+@pytest.mark.parametrize("pid", [4711, os.getpid()])
+def test_a_lease_of_another_host_is_taken_over_with_a_warning(
+    repo: Repository, caplog: pytest.LogCaptureFixture, pid: int
+) -> None:
+    """The main process of a container is often process 1 on each host."""
+    put_lease_record(repo.store, 3, dataclasses.replace(elsewhere(), pid=pid))
     assert acquire_lease(repo).generation == 4
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage() == (
-        f"taking over {repo.url} from process 4711 on elsewhere: it may still run, but it can't commit any more"
+        f"taking over {repo.url} from process {pid} on elsewhere: it may still run, but it can't commit any more"
     )
 
 
