@@ -137,17 +137,21 @@ class ArenaPool:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        """Guards `_idle`."""
+        """Guards `_idle` and `_preparing`."""
         self._idle: list[Arena] = []
         self._preparing: threading.Thread | None = None
-        """The thread of the last `prepare`. No lock guards it: two calls at once may map an arena each."""
+        """The thread of the last `prepare`."""
         call_in_forked_child(self.__init__)  # type: ignore[misc]
 
     def borrow(self, capacity_bytes: int) -> Arena:
-        """Return an idle arena of at least `capacity_bytes` bytes, or a new one."""
-        preparing = self._preparing
-        if preparing is not None and preparing is not threading.current_thread():
+        """Return an idle arena of at least `capacity_bytes` bytes, or a new one. Wait for the end of a `prepare`."""
+        with self._lock:
+            preparing = self._preparing
+        if preparing is not None:
             preparing.join()  # otherwise the same memory would be mapped twice
+        return self._take(capacity_bytes)
+
+    def _take(self, capacity_bytes: int) -> Arena:
         with self._lock:
             fitting = [a for a in self._idle if round_up(capacity_bytes) <= a.capacity_bytes]
             arena = min(fitting, key=lambda a: a.capacity_bytes, default=None)
@@ -172,14 +176,15 @@ class ArenaPool:
 
         cuda_device: page-lock the memory for copies from this device.
         """
-        if self._preparing is None or not self._preparing.is_alive():
-            thread = WorkerThread(target=self._prepare, args=(capacity_bytes, cuda_device), name="ckpt-prepare")
-            if try_start(thread):
-                self._preparing = thread  # set after the start, since another thread may join it
+        with self._lock:
+            if self._preparing is None or not self._preparing.is_alive():
+                thread = WorkerThread(target=self._prepare, args=(capacity_bytes, cuda_device), name="ckpt-prepare")
+                if try_start(thread):
+                    self._preparing = thread  # set after the start, since another thread may join it
 
     def _prepare(self, capacity_bytes: int, cuda_device: torch.device | None) -> None:
         try:
-            arena = self.borrow(capacity_bytes)
+            arena = self._take(capacity_bytes)
         except (OSError, ValueError):
             return  # not enough memory: the save itself raises the error if it needs that much
         for start in range(0, arena.capacity_bytes, _TOUCH_BYTES):

@@ -1,11 +1,14 @@
 """The staging arena: its regions never overlap, and its memory is used again."""
 
 import threading
+import time
+from contextlib import suppress
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpt.block_io import staging_arena
 from ckpt.block_io.staging_arena import Arena, ArenaAbandoned, ArenaPool
 
 
@@ -73,3 +76,40 @@ def test_arena_memory_starts_on_a_page():
     arena = Arena(1 << 20)
     assert arena.memory.ctypes.data % 4096 == 0
     assert arena.take(5).data.ctypes.data % 4096 == 0
+
+
+def test_two_threads_prepare_an_arena_at_once_without_a_deadlock(monkeypatch):
+    """If each call starts a thread, no thread may wait for the other one."""
+    pool, started, lock, calls_meet, calls_ended = ArenaPool(), [], threading.Lock(), threading.Barrier(2), threading.Event()
+
+    def start(thread):
+        with suppress(threading.BrokenBarrierError):
+            calls_meet.wait(1)
+        with lock:
+            started.append(thread)
+            number = len(started)
+        while number == 2 and pool._preparing is not started[0]:
+            time.sleep(0.001)
+        thread.daemon = True
+        thread.start()
+        time.sleep(0.2 if number == 2 else 0)  # the second thread waits for the first one, if it does
+        return True
+
+    def prepare(*args):
+        if threading.current_thread() is started[0]:
+            assert calls_ended.wait(60)
+        ArenaPool._prepare(pool, *args)
+
+    monkeypatch.setattr(staging_arena, "try_start", start)
+    monkeypatch.setattr(pool, "_prepare", prepare)
+    callers = [threading.Thread(target=pool.prepare, args=(100_000,)) for _ in range(2)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+    calls_ended.set()
+    for thread in started:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in started)
+    assert pool.borrow(100_000).capacity_bytes >= 100_000
+    pool.clear()
