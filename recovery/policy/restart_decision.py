@@ -141,8 +141,7 @@ def _decide(failures: Sequence[Failure], budget: Budget, skip: Ranges, before: i
         return Decision("halt", f"{what}; {alike} times in a row, {circumstance}: {advice}")
     if budget.restarts_left < 0:
         return Decision("halt", f"{what}; {budget.max_restarts} restarts without a newer step: {advice}")
-    # Restart at once after progress. After repeated failures wait: storage or the network may need time to recover.
-    wait = 0.0 if budget.failures_without_progress <= 1 else min(30.0, 0.5 * 2.0 ** (budget.failures_without_progress - 2))
+    wait = _wait_seconds(budget.failures_without_progress)
     blame = None
     if alike >= MAX_REPEATED_FAILURES - 1 and last.is_of_program:
         blame = f"it failed {alike} times at the same place"
@@ -157,6 +156,16 @@ def _decide(failures: Sequence[Failure], budget: Budget, skip: Ranges, before: i
         else "from the newest saved step, if there is one"
     )  # fmt: skip
     return Decision("restart", f"{what}; all ranks start again {source}", wait_seconds=wait)
+
+
+def _wait_seconds(failures_without_progress: int) -> float:
+    """Return the wait before the next start: none after progress; longer after repeated failures, up to 30 s.
+
+    Storage or the network may need time to recover.
+    """
+    if failures_without_progress <= 1:
+        return 0.0
+    return min(30.0, 0.5 * 2.0 ** min(failures_without_progress - 2, 10))  # limited, as a power of 1024 is no float
 
 
 def _count_alike(failures: Sequence[Failure]) -> int:

@@ -34,6 +34,13 @@ def test_a_job_without_progress_is_given_up_after_its_restarts() -> None:
     assert waits == sorted(waits)
 
 
+def test_the_wait_is_limited_after_any_number_of_failures() -> None:
+    """Storage may be away for a night."""
+    lost = failure(committed=-1, cause="lost")
+    waits = [decide([lost], Budget(10**6, 10**6, failed)).wait_seconds for failed in (0, 1, 2, 6, 7, 1024, 1025, 10**5)]
+    assert waits == [0.0, 0.5, 1.0, 16.0, 30.0, 30.0, 30.0, 30.0]
+
+
 def test_repeated_failures_at_one_step_give_the_job_up() -> None:
     budget, failures = Budget(10, 10, best_step=4), []
     for attempt in range(MAX_REPEATED_FAILURES):
