@@ -22,14 +22,13 @@ def suspected_hosts(failures: Sequence[Failure]) -> frozenset[str]:
     """Return the hosts that may be faulty: those of stragglers, and those where two consecutive failures began.
 
     Two failures count if no newer step was committed between them, or if both came soon after the restore: a job that saves
-    every step always has a newer one.
+    every step always has a newer one. A requested end is no failure.
     """
     found = {failure.host for failure in failures if failure.cause == "straggler"}
     for one, other in pairwise(failures):
-        alike = other.newest_committed <= one.newest_committed or (
-            one.cause not in PLANNED_CAUSES and one.is_soon_after_restore and other.is_soon_after_restore
-        )
-        if one.host == other.host and alike and other.cause not in PLANNED_CAUSES:
+        is_planned = one.cause in PLANNED_CAUSES or other.cause in PLANNED_CAUSES
+        is_soon = one.is_soon_after_restore and other.is_soon_after_restore
+        if one.host == other.host and not is_planned and (other.newest_committed <= one.newest_committed or is_soon):
             found.add(other.host)
     return frozenset(found)
 

@@ -59,6 +59,11 @@ def test_a_straggler_is_suspected_and_others_only_after_two_failures() -> None:
     assert suspected_hosts([]) == set()
 
 
+@pytest.mark.parametrize("cause", ["asked", "preempted"])
+def test_a_requested_end_before_one_failure_makes_no_host_suspect(cause: str) -> None:
+    assert suspected_hosts([failure("a", 4, cause=cause), failure("a", 4, step=200, restored=4)]) == set()
+
+
 def test_two_failures_on_one_host_without_progress_make_it_suspect() -> None:
     assert suspected_hosts([failure("a"), failure("a")]) == {"a"}
     assert suspected_hosts([failure("a"), failure("b"), failure("a")]) == set()
