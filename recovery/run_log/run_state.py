@@ -150,9 +150,9 @@ def _apply_request(run_state: RunState, entry: LogEntry) -> RunState:
 
 def _apply_memory(run_state: RunState, entry: LogEntry) -> RunState:
     memory = memories_of(entry)
-    return replace(
-        run_state, memory=memory, memory_drained=run_state.has_ended, other_job=run_state.other_job and len(memory) > 1
-    )
+    # While the run lasts, the first namespace is its own. After its end, it may have none of its own among those that are kept.
+    has_earlier = bool(memory) if run_state.has_ended else len(memory) > 1
+    return replace(run_state, memory=memory, memory_drained=run_state.has_ended, other_job=run_state.other_job and has_earlier)
 
 
 def _apply_note(run_state: RunState, entry: LogEntry) -> RunState:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from helpers.agent_worlds import agent, world
+from helpers.agent_worlds import agent, failure, world
 
 from ckpt.recovery.policy.failure import Failure
 from ckpt.recovery.policy.hosts_of_next_attempt import worth_waiting_seconds
 from ckpt.recovery.run_log import entry_drafts
 from ckpt.recovery.run_log.agent_reports import HostFailure
-from ckpt.recovery.run_log.base import LogEntry
+from ckpt.recovery.run_log.base import Draft, LogEntry
 from ckpt.recovery.run_log.memory_placement import MemoryNamespace, NewestStep, choose_memories, hosts_to_await, is_needed
+from ckpt.recovery.run_log.run_spec import AttemptHost, RunSpec
 from ckpt.recovery.run_log.run_state import RunState
 
 TWO = MemoryNamespace((("a", "a:1"), ("b", "b:1")))
@@ -103,3 +104,32 @@ def test_the_run_after_a_killed_one_uses_its_last_reports() -> None:
     other = next_run(("other",))
     assert (other.saved, other.newest) == (-1, NewestStep())
     assert other.other_job, "it computes none of these steps: their memory is released once they are in their repository"
+
+
+def written(run_state: RunState, *drafts: Draft) -> RunState:
+    """Return the state of the run after these drafts are appended to its log."""
+    entries = [LogEntry(run_state.number + 1 + i, 0.0, d.attempt, d.kind, d.text, dict(d.facts)) for i, d in enumerate(drafts)]
+    return run_state.apply_entries(entries)
+
+
+def ended_run(spec: RunSpec, *memory: MemoryNamespace) -> RunState:
+    """Return the state after a run of one attempt, which saved step 14, and whose memory could not be drained."""
+    start = entry_drafts.AttemptStart(0, [AttemptHost("a", "a-1", 0, spec.ranks)], agent("a"), {}, memory)
+    run_state = written(RunState(), entry_drafts.draft_run(0, "r", spec), entry_drafts.draft_start(start, "", spec.command))
+    saved = entry_drafts.draft_failure(0, failure("a", 14, "asked", restored=9))
+    return written(run_state, saved, entry_drafts.draft_end(0, "", 0), entry_drafts.draft_memory(run_state, memory, "kept"))
+
+
+def test_memory_of_another_command_is_known_after_a_run_without_attempts() -> None:
+    """The other command was ended while it waited for hosts. When it is started again, it must not release this memory."""
+    first = ended_run(world().spec, TWO)
+    other = replace(world().spec, command=("other",))
+    run_state = written(first, entry_drafts.draft_run(1, "s", other))
+    assert run_state.other_job
+    run_state = written(run_state, entry_drafts.draft_end(0, "", 143))
+    run_state = written(run_state, entry_drafts.draft_memory(run_state, [TWO], "kept"))
+    assert (run_state.other_job, run_state.memory) == (True, (TWO,))
+    run_state = written(run_state, entry_drafts.draft_run(1, "t", other))
+    assert (run_state.other_job, run_state.newest.step) == (True, -1)
+    drained = written(run_state, entry_drafts.draft_end(0, "", 143), entry_drafts.draft_memory(run_state, [], "drained"))
+    assert not drained.other_job
