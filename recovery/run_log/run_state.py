@@ -56,7 +56,7 @@ class RunState:
     limit: float | None = None
     """The loss above which a rank reports a bad loss, until it has seen enough losses to judge by itself."""
     saved: int = -1
-    """The newest step of the run before this one, if it had the same command; -1 unknown."""
+    """The newest step of the run before this one, if it had the same command and `--dir`; -1 unknown."""
     end_request: str = ""
     """Text: why the run is requested to end; "" if it is not."""
     stragglers: Mapping[int, str] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class RunState:
     newest: NewestStep = field(default_factory=NewestStep)
     """The newest saved step, which namespace has it, and what its loss would cost."""
     other_job: bool = False
-    """Whether some namespaces may have steps of another command. This run does not write those steps again."""
+    """Whether some namespaces may have steps of another command or `--dir`. This run does not write those steps again."""
     memory_drained: bool = False
     """After the end: the steps that were only in memory are copied to the repository, or the copy was tried."""
 
@@ -174,7 +174,7 @@ def _apply_note(run_state: RunState, entry: LogEntry) -> RunState:
 def _apply_run(run_state: RunState, entry: LogEntry) -> RunState:
     facts = facts_of(entry, RunFacts)
     spec, newest = facts.spec, run_state.newest
-    same = run_state.spec is not None and run_state.spec.command == spec.command
+    same = run_state.spec is not None and _job(run_state.spec) == _job(spec)
     if facts.cut_off is not None:
         newest = newest.after(facts.cut_off.as_failure(), _current_memory(run_state), run_state.before is not None)
     return RunState(
@@ -229,6 +229,11 @@ _APPLY: Mapping[str, Callable[[RunState, LogEntry], RunState]] = {
     "failure": _apply_failure,
     "decision": _apply_decision,
 }
+
+
+def _job(spec: RunSpec) -> tuple[tuple[str, ...], str]:
+    """Return what is the same for all runs of one job, whose steps continue each other."""
+    return spec.command, spec.directory
 
 
 def _current_memory(run_state: RunState) -> MemoryNamespace:

@@ -133,3 +133,13 @@ def test_memory_of_another_command_is_known_after_a_run_without_attempts() -> No
     assert (run_state.other_job, run_state.newest.step) == (True, -1)
     drained = written(run_state, entry_drafts.draft_end(0, "", 143), entry_drafts.draft_memory(run_state, [], "drained"))
     assert not drained.other_job
+
+
+def test_a_job_with_another_directory_is_another_job() -> None:
+    """Its steps are in another repository, so they do not replace those in memory."""
+    spec = replace(world().spec, directory="s3://bucket/a")
+    ended = ended_run(spec, TWO)
+    same = written(ended, entry_drafts.draft_run(1, "s", spec))
+    assert (same.saved, same.newest.memory, same.other_job) == (14, TWO, False)
+    other = written(ended, entry_drafts.draft_run(1, "s", replace(spec, directory="s3://bucket/b")))
+    assert (other.saved, other.newest, other.other_job) == (-1, NewestStep(), True)
