@@ -98,9 +98,8 @@ def _draft_start(view: DecisionInput) -> list[Draft]:
         return [_draft_end(run_state, f"{arrived}; start ckpt-run on more, or lower --min", 0)]
     if hosts := _hosts_awaited_for_memory(view):
         return _draft_memory_wait_note(run_state, hosts)
-    memory = memory_placement.choose_memories(
-        run_state.memory, {name: staying[name] for name in choice.hosts}, run_state.newest.memory
-    )
+    newest = (run_state.newest.memory, *run_state.newest_of_others)
+    memory = memory_placement.choose_memories(run_state.memory, {name: staying[name] for name in choice.hosts}, newest)
     if memory is None:  # the memory of a host is still starting; after some seconds it counts as off
         return []
     attempt = run_state.attempt + 1

@@ -89,7 +89,7 @@ class NewestStep:
 
 
 def choose_memories(
-    before: Sequence[MemoryNamespace], members: Mapping[str, MemoryReport], newest: MemoryNamespace = MemoryNamespace()
+    before: Sequence[MemoryNamespace], members: Mapping[str, MemoryReport], newest: Sequence[MemoryNamespace] = ()
 ) -> tuple[MemoryNamespace, ...] | None:
     """Return the memory namespaces of a new attempt; None: wait for a node that is about to be ready.
 
@@ -97,7 +97,7 @@ def choose_memories(
 
     before: the namespaces of the attempt before, in the same order.
     members: the reports of the hosts that take part.
-    newest: the namespace that has the newest step.
+    newest: the namespaces that have the newest step of this job, and of other jobs.
     """
     if any(report.memory == "coming" for report in members.values()):
         return None
@@ -107,7 +107,7 @@ def choose_memories(
     new = MemoryNamespace(tuple(fresh))
     older = [memory for memory in before if memory.nodes]
     if len(older) > _MAX_OLDER:  # the oldest has the newest step that is certain; the attempts since may have saved none
-        kept = {*older[: _MAX_OLDER - 1], older[-1], newest}
+        kept = {*older[: _MAX_OLDER - 1], older[-1], *newest}
         older = [memory for memory in older if memory in kept]
     return (new, *older) if new.nodes or older else ()
 

@@ -78,6 +78,8 @@ class RunState:
     """The newest saved step, which namespace has it, and what its loss would cost."""
     other_job: bool = False
     """Whether some namespaces may have steps of another command or `--dir`. This run does not write those steps again."""
+    newest_of_others: tuple[MemoryNamespace, ...] = ()
+    """The namespaces that have the newest step of each of these other jobs."""
     memory_drained: bool = False
     """After the end: the steps that were only in memory are copied to the repository, or the copy was tried."""
 
@@ -177,6 +179,7 @@ def _apply_run(run_state: RunState, entry: LogEntry) -> RunState:
     same = run_state.spec is not None and _job(run_state.spec) == _job(spec)
     if facts.cut_off is not None:
         newest = newest.after(facts.cut_off.as_failure(), _current_memory(run_state), run_state.before is not None)
+    others = run_state.newest_of_others if same else (*run_state.newest_of_others, newest.memory)
     return RunState(
         entry.number,
         facts.run,
@@ -188,6 +191,7 @@ def _apply_run(run_state: RunState, entry: LogEntry) -> RunState:
         saved=newest.step if same else -1,
         newest=newest if same else NewestStep(),
         other_job=bool(memory_placement.node_addresses(run_state.memory)) and (run_state.other_job or not same),
+        newest_of_others=tuple(memory for memory in others if memory in run_state.memory),
     )
 
 

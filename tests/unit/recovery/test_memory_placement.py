@@ -52,7 +52,7 @@ def test_the_newest_step_and_its_memory_follow_each_attempt() -> None:
 def test_the_memory_with_the_newest_step_is_kept() -> None:
     """This holds however many attempts have failed since."""
     many = [MemoryNamespace((("a", f"a:{port}"),)) for port in range(9, 2, -1)]
-    kept = choose_memories(many, {"a": replace(agent("a"), memory="ready", fresh="a:10", nodes=("a:10",))}, many[3])
+    kept = choose_memories(many, {"a": replace(agent("a"), memory="ready", fresh="a:10", nodes=("a:10",))}, [many[3]])
     assert kept == (MemoryNamespace((("a", "a:10"),)), *many[:2], many[3], many[-1])
 
 
@@ -143,3 +143,26 @@ def test_a_job_with_another_directory_is_another_job() -> None:
     assert (same.saved, same.newest.memory, same.other_job) == (14, TWO, False)
     other = written(ended, entry_drafts.draft_run(1, "s", replace(spec, directory="s3://bucket/b")))
     assert (other.saved, other.newest, other.other_job) == (-1, NewestStep(), True)
+
+
+def test_the_newest_steps_of_another_command_outlive_failed_attempts() -> None:
+    """They have one copy, in memory that is neither the newest nor the oldest."""
+    run = world(hosts=1, least=1, agents=1)
+    newest = MemoryNamespace((("a", "a:1"),))
+    run.run_state = replace(run.run_state, memory=(newest, TWO), newest=NewestStep(14, 3, newest, 11))
+    other = entry_drafts.draft_run(1, "s", replace(run.spec, command=("other",)))
+    run.append(len(run.log), [other, Draft(1, "lead", "", {"name": "a"})])
+    for port in range(2, 10):
+        served = tuple(f"a:{each}" for each in range(1, port + 1))
+        run.agents["a"] = replace(run.agents["a"], memory="ready", fresh=f"a:{port}", nodes=served)
+        run.clock += 100
+        run.advance()
+        assert run.run_state.memory[0].nodes == (("a", f"a:{port}"),)
+        assert {newest, TWO} <= set(run.run_state.memory), f"start {port - 1}"
+        assert len(run.run_state.memory) <= 5
+        run.agents["a"] = replace(run.agents["a"], step=-1, committed=-1, wrong=HostFailure("lost", (), "is gone"))
+        run.advance()
+    again = written(run.run_state, other)
+    assert again.newest_of_others == (newest,)
+    other_end = written(again, entry_drafts.draft_end(9, "", 0), entry_drafts.draft_memory(again, [], "drained"))
+    assert written(other_end, other).newest_of_others == ()
