@@ -56,7 +56,12 @@ class SaveSchedule:
 
     def is_due(self, step: int) -> bool:
         """Return whether to save this step. The caller may leave out steps before `next_due_step`."""
-        if self._step_count == 0:
+        if self._last_step is not None and step < min(self._last_step, self._current_step):
+            # The loop has begun again at an older step, without a restore, so it may never reach the due step. All ranks save
+            # this step. `_last_step` is the same on all ranks, unlike `_current_step`, as each may leave out other steps.
+            self._due_step = self._last_step = self._pending_save = None
+            self._stride = 0
+        elif self._step_count == 0:
             self._started_at, self._current_step = time.monotonic(), step - 1
         else:
             self._stride = math.gcd(self._stride, step - self._current_step)

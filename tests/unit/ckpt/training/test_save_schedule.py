@@ -113,6 +113,32 @@ def test_schedule_of_a_group_begins_anew_after_a_restore():
     assert schedule.is_due(101)
 
 
+def test_schedule_of_a_group_begins_anew_at_an_older_step():
+    """A loop in a notebook is run again, without a restore: it may never reach the due step."""
+    schedule = SaveSchedule(lambda: 0.0)
+    assert schedule.is_due(4990)
+    schedule.save_skipped(4990)
+    assert not schedule.is_due(5000)
+    assert not schedule.is_due(4995), "a later step than the last save"
+    assert schedule.next_due_step() == 5090
+    assert schedule.is_due(51)
+    schedule.save_skipped(51)
+    assert not schedule.is_due(54)
+    assert schedule.propose_next_step() % 3 == 0, "the steps that the loop reported before do not count"
+    assert schedule.next_due_step() == 151
+
+
+def test_ranks_that_save_by_time_save_the_first_step_of_a_loop_that_is_run_again(tmp_path):
+    def work(group):
+        with ckpt.Checkpointer(tmp_path / "r", every=timedelta(hours=1), group=group, timeout=60) as ck:
+            saved = [ck.step(step, shard_of(group.rank, 2, step)) is not None for step in (100, 101)]
+            ck.wait()
+            return saved + [ck.step(step, shard_of(group.rank, 2, step)) is not None for step in (5, 6)]
+
+    assert all_well(on_ranks(2, work)) == [[True, False, True, False]] * 2
+    assert ckpt.open(tmp_path / "r").steps() == [100, 5], "in the order of training lines"
+
+
 def test_ranks_that_save_by_time_save_the_first_step_after_a_restore(tmp_path):
     def work(group):
         with ckpt.Checkpointer(tmp_path / "r", every=timedelta(hours=1), group=group, timeout=60) as ck:
