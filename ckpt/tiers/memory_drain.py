@@ -34,8 +34,9 @@ class _DrainedRepository:
 
     line: str = ""
     """A line of the report; "" if no step was only in memory."""
-    had_steps: bool = False
-    """Whether this memory had a step when it was read. A job that still runs may save one a moment later."""
+    newest: tuple[int, int] | None = None
+    """The training line and the number of the newest step; None if this memory had no step when it was read. A job that still
+    runs may save one a moment later."""
     was_copied: bool = False
 
 
@@ -50,8 +51,8 @@ def drain(memory: Url, *before: Url) -> str:
         print(ckpt.tiers.drain("/dev/shm/ckpt-1000"))
 
     memory: the folder or URL of the memory, as in CKPT_MEMORY.
-    before: memory of earlier attempts, the newest first. A repository is copied from there if the later ones have no step of
-        it.
+    before: memory of earlier attempts, the newest first. A repository is copied from there, too, if the later ones have only
+        older steps of it, or none.
 
     Returns:
         A report with one line for each repository that was copied, was already up to date, or failed. It raises no error of a
@@ -64,39 +65,59 @@ def drain(memory: Url, *before: Url) -> str:
     return drain_memories(memory, *before).text
 
 
-def drain_memories(memory: Url, *before: Url) -> DrainReport:
+def drain_memories(memory: Url, *before: Url, rolled_back: bool = False) -> DrainReport:
     """Copy steps as `drain` does, which explains the parameters, and return the report with its flags.
 
     It raises no error of a store or a repository.
+
+    rolled_back: whether `ckpt-run` has made the job restore an older step than the newest. Later steps in memory that could not
+        be read then may be bad, so a repository is copied from earlier memory only if the later ones have no step of it.
     """
-    lines, drained_names = list[str](), set[str]()
+    lines, drained = list[str](), dict[str, tuple[int, int]]()
     has_copied = has_failed = False
     for each in (memory, *before):
         store = open_repository(each).store
         try:
             names = sorted(store.list_folders("")) if store.answers(_ANSWER_SECONDS) else []
         except StoreError as error:
-            if drained_names and isinstance(error, Unavailable):
+            if drained and isinstance(error, Unavailable):
                 log.info("%s does not answer, and counts as lost: %s", store.url, error)
             else:  # an older memory may have steps of other repositories than those that were drained
                 lines.append(f"{store.url} {NOT_DRAINED}: {error}")
                 has_failed = True
             continue
         for name in names:
-            if name in drained_names:
+            if name in drained and rolled_back:
                 continue
             repo = open_repository(url_of_subfolder(store.url if isinstance(each, Store) else os.fspath(each), name))
+            if name in drained and not _has_newer_step(repo, drained[name]):
+                continue
             try:
-                drained = _drain_repository(repo)
+                result = _drain_repository(repo)
             except (CkptError, OSError) as error:
                 lines.append(f"{repo.url} {NOT_DRAINED}: {error}")
                 has_failed = True
                 continue
-            lines.append(drained.line)
-            has_copied |= drained.was_copied
-            if drained.had_steps:  # files of attempts that never committed do not replace an older memory
-                drained_names.add(name)
+            lines.append(result.line)
+            has_copied |= result.was_copied
+            if result.newest is not None:  # files of attempts that never committed do not replace an older memory
+                drained[name] = result.newest
     return DrainReport("\n".join(filter(None, lines)), has_copied, has_failed)
+
+
+def _has_newer_step(repo: Repository, drained: tuple[int, int]) -> bool:
+    """Return whether a repository in an earlier memory has a newer step than the one that was drained.
+
+    It has one if the job continued from an older step because this memory did not answer. Memory that can't be read now counts
+    as lost.
+
+    drained: training line and number of that step.
+    """
+    try:
+        return repo.newest() > drained
+    except (CkptError, OSError) as error:
+        log.info("%s can't be read, and counts as lost: %s", repo.url, error)
+        return False
 
 
 def _require_tier_note(repo: Repository) -> TierNote | None:
@@ -134,13 +155,14 @@ def _drain_repository(repo: Repository) -> _DrainedRepository:
     source = TieredRepository([repo, *(r for r in repos if r is not repo and r is not main_repo)])
     newest, there = _newest(source), main_repo.newest()
     step = newest[1]
+    found = newest if had_steps else None
     if step < 0:
-        return _DrainedRepository(had_steps=had_steps)
+        return _DrainedRepository()
     with suppress(NotFound, IntegrityError):
         newer = there > newest and main_repo.record(there[1]).save_order > source.commit(step).save_order
         if newer and not missing_packs(main_repo, main_repo.record(there[1])):
             line_of_newer = f"{main_repo.url} has step {there[1]} already, which is newer than step {step} in {repo.url}"
-            return _DrainedRepository(line_of_newer, had_steps)
+            return _DrainedRepository(line_of_newer, found)
     series = SerialCounter(repos)
     opened: list[Session] = []
     try:
@@ -157,7 +179,7 @@ def _drain_repository(repo: Repository) -> _DrainedRepository:
         for session in opened:
             session_registry.leave(session)
     report = copied_step_line(step, repo.url, main_repo.url) if done else f"{main_repo.url} has step {step} already"
-    return _DrainedRepository(report, had_steps, was_copied=done)
+    return _DrainedRepository(report, found, was_copied=done)
 
 
 def _newest(source: TieredRepository) -> tuple[int, int]:

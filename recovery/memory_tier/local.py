@@ -71,15 +71,16 @@ def drain_folder(folder: Path) -> DrainReport:
     return report
 
 
-def drain_urls(urls: Sequence[str]) -> DrainReport:
+def drain_urls(urls: Sequence[str], rolled_back: bool = False) -> DrainReport:
     """Copy the newest step in these memories to the repository, and return the result.
 
     urls: the memories, the newest first.
+    rolled_back: whether `ckpt-run` has made the job restore an older step than the newest.
     """
     from ckpt.tiers import memory_drain  # with numpy, which an agent that copies no step does not need
 
     try:
-        report = memory_drain.drain_memories(*urls)
+        report = memory_drain.drain_memories(*urls, rolled_back=rolled_back)
     except CkptError as error:
         report = DrainReport(f"{urls[0]} {memory_drain.NOT_DRAINED}: {error}", has_failed=True)
     if report.has_failed:

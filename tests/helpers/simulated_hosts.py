@@ -249,14 +249,15 @@ class World:
         absent = sum(at not in self.hosts[host].served or not self.is_reachable(host) for host, at in nodes)
         return absent <= _tolerated(nodes)
 
-    def drain(self, urls: Sequence[str]) -> DrainReport:
+    def drain(self, urls: Sequence[str], rolled_back: bool) -> DrainReport:
         """Copy the newest step of namespaces to the repository, as `local.drain_urls` does."""
+        assert not rolled_back, "nothing that the simulation lets fail is a reason to roll back"
         namespaces = {MemoryNamespace(nodes).url(): nodes for nodes in self._steps}
         steps = [self._steps[namespaces[url]] if self._answers(namespaces[url]) else None for url in urls if url in namespaces]
         if self.draw.random() < 0.1:
             return DrainReport("could not be drained: the repository does not answer", has_failed=True)
         found = [step for step in steps if step is not None]
-        self.durable = max([self.durable, *found[:1]])
+        self.durable = max([self.durable, *found])
         if steps and steps[0] is None:
             return DrainReport("could not be drained", has_failed=True)
         return DrainReport("step 1 was brought from memory" if found else "", has_copied=bool(found))

@@ -98,3 +98,36 @@ def test_an_older_memory_that_cannot_be_read_may_have_another_repository(
     hidden.rename(older)
     assert "step 1 was brought" in memory_drain.drain(newer.parent, older)
     assert_same(ckpt.load(other), state_of(1))
+
+
+@pytest.mark.parametrize("rolled_back", [False, True])
+def test_a_newer_step_in_an_older_memory_is_copied(tier_folders: TierFolders, rolled_back: bool) -> None:
+    """The older memory did not answer for a while, so the job continued from an older step in another memory."""
+    memory, older, newer = tier_folders.base / "memory", tier_folders.base / "older", tier_folders.base / "newer"
+    ck = open_with_memory(tier_folders)
+    train(ck, range(3))
+    ck.wait()
+    shutil.copytree(memory, newer)
+    train(ck, range(3, 6))
+    close_as_if_failed(ck)
+    memory.rename(older)
+    for step in range(1, 6):
+        shutil.rmtree(tier_folders.run / "steps" / str(step), ignore_errors=True)
+    report = memory_drain.drain_memories(newer, older, rolled_back=rolled_back)
+    copied = (2,) if rolled_back else (2, 5)
+    assert not report.has_failed
+    assert [line.partition(" from ")[0] for line in report.text.splitlines()] == [f"step {step} was brought" for step in copied]
+    assert_same(ckpt.load(tier_folders.run), state_of(copied[-1]))
+
+
+def test_an_older_memory_without_newer_steps_is_not_copied(tier_folders: TierFolders) -> None:
+    memory, older = tier_folders.base / "memory", tier_folders.base / "older"
+    ck = open_with_memory(tier_folders)
+    train(ck, range(3))
+    ck.wait()
+    shutil.copytree(memory, older)
+    train(ck, range(3, 6))
+    close_as_if_failed(ck)
+    report = memory_drain.drain_memories(memory, older)
+    assert len(report.text.splitlines()) == 1
+    assert_same(ckpt.load(tier_folders.run), state_of(5))
