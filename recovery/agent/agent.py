@@ -110,6 +110,7 @@ class Agent:
             lambda: make_report(identity, self._signals, ranks, self._memory),
         )  # fmt: skip
         joined = Joining(self._log, request, self._signals, self._messages.print).join()
+        ranks.past = joined.past
         self._print_unlisted_nodes()
         return joined
 

@@ -22,7 +22,7 @@ from ckpt.recovery.ranks.rank_environment import LaunchSpec
 from ckpt.recovery.ranks.rank_monitor import RankMonitor
 from ckpt.recovery.ranks.rank_process import RankProcess
 from ckpt.recovery.ranks.stop_ranks import stop_ranks
-from ckpt.recovery.run_log.agent_reports import AgentReport, HostFailure
+from ckpt.recovery.run_log.agent_reports import AgentReport, HostFailure, PastProgress
 from ckpt.recovery.run_log.base import LogEntry
 from ckpt.recovery.run_log.entry_facts import StartFacts, facts_of
 from ckpt.recovery.run_log.run_spec import RunSpec
@@ -52,6 +52,8 @@ class HostRanks:
         self._spec, self._options, self._identity, self._surroundings = spec, options, identity, surroundings
         self.attempt = -1
         """The attempt that the ranks were last started for."""
+        self.past: PastProgress | None = None
+        """The progress of the ranks of a killed agent, which the reports of this one repeat."""
         self._port = identity.first_port
         self._monitor: RankMonitor | None = None
         self._launch_spec: LaunchSpec | None = None
@@ -178,7 +180,7 @@ class HostRanks:
         """Return the report with the fields that are about the ranks."""
         monitor, fork_servers = self._monitor, self._surroundings.fork_servers
         warm = "" if fork_servers is None else fork_servers.status_text
-        report = replace(report, port=self._port, attempt=self.attempt, wrong=self._failure, warm=warm)
+        report = replace(report, port=self._port, attempt=self.attempt, wrong=self._failure, warm=warm, past=self.past)
         if monitor is None:
             return report
         line, committed = monitor.newest_committed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt.recovery.agent.followed_log import FollowedLog
@@ -13,7 +13,14 @@ from ckpt.recovery.memory_tier.memory_nodes import nodes_with_steps
 from ckpt.recovery.ranks.signals import Signals
 from ckpt.recovery.run_log import memory_placement
 from ckpt.recovery.run_log.agent_name import NameTaken, holder_of
-from ckpt.recovery.run_log.agent_reports import LOST_SECONDS, REPORT_SECONDS, AgentReport, decode_reports, find_living_agents
+from ckpt.recovery.run_log.agent_reports import (
+    LOST_SECONDS,
+    REPORT_SECONDS,
+    AgentReport,
+    PastProgress,
+    decode_reports,
+    find_living_agents,
+)
 from ckpt.recovery.run_log.entry_drafts import draft_lead, draft_run
 from ckpt.recovery.run_log.entry_facts import EndFacts, facts_of
 from ckpt.recovery.run_log.run_spec import RunSpec
@@ -36,6 +43,8 @@ class Joined:
     """The exit status of the run if it has already ended, so that there is nothing to do; 128 + n if signal n came first."""
     has_begun_run: bool = False
     """Whether this agent has begun the run, and leads it until another agent takes over."""
+    past: PastProgress | None = None
+    """The progress that a killed agent of the same name has reported in the current attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +96,10 @@ class Joining:
         living = self._find_living(reports, can_join)
         self._refuse_conflict(living, run_state, is_under_way)
         if can_join:
-            self._take_name(reports)
-            return Joined(run_state.run)
+            predecessor = decode_reports(reports).get(self._request.name)
+            past = None if predecessor is None else predecessor.progress_in(run_state.attempt)
+            self._take_name(reports, past)
+            return Joined(run_state.run, past=past)
         if is_under_way and run_state.end_request and living:
             return self._wait_for_drain(run_state)
         # If steps are only in memory, another run is begun, which copies them to the repository.
@@ -111,12 +122,12 @@ class Joining:
         seconds = LOST_SECONDS + REPORT_SECONDS if is_name_in_use else 3 * REPORT_SECONDS
         return find_living_agents(self._log.run_log, seconds) if must_observe else {}
 
-    def _take_name(self, reports: Mapping[str, Mapping[str, object]]) -> None:
+    def _take_name(self, reports: Mapping[str, Mapping[str, object]], past: PastProgress | None = None) -> None:
         """Publish a first report. Raises NameTaken if another agent has done so since `reports` were read."""
         name = self._request.name
         replaces = holder_of(reports.get(name))
         failpoint("agent.take_name")
-        self._log.run_log.publish_report(name, self._request.make_report().to_facts(), replaces)
+        self._log.run_log.publish_report(name, replace(self._request.make_report(), past=past).to_facts(), replaces)
 
     def _wait_for_drain(self, run_state: RunState) -> Joined | None:
         """Wait a moment, because the ranks of the other hosts save now. Return a result only if a signal has arrived."""

@@ -56,13 +56,15 @@ def make_failure(
     host_reports = [report for report in reports if report.name == host] or reports
     step = min((r.step for r in host_reports), default=-1)
     attempt_reports = [r for r in (*view.silent.values(), *reports) if r.attempt == view.run_state.attempt]
-    # Commits that a silent host has reported stay valid.
-    line, committed = max(((r.line, r.committed) for r in attempt_reports), default=(0, -1))
+    # Commits that a silent host has reported, or a killed agent, stay valid.
+    killed = [r.past for r in view.maybe_living.values() if r.past is not None and r.past.attempt == view.run_state.attempt]
+    progress = [*attempt_reports, *killed]
+    line, committed = max(((r.line, r.committed) for r in progress), default=(0, -1))
     return Failure(
         cause, tuple(ranks), detail, step if step < 0 else max(step, committed), committed, view.ran_seconds,
-        host or (reports[0].name if reports else ""), restored=max((r.restored for r in attempt_reports), default=-1),
-        durable=max((r.durable for r in attempt_reports), default=-1),
-        step_seconds=max((r.step_seconds for r in host_reports), default=0.0), line=line,
+        host or (reports[0].name if reports else ""), restored=max((r.restored for r in progress), default=-1),
+        durable=max((r.durable for r in progress), default=-1),
+        step_seconds=max((r.step_seconds for r in host_reports or killed), default=0.0), line=line,
         uses_ckpt=any(r.uses_ckpt for r in attempt_reports),
     )  # fmt: skip
 

@@ -57,6 +57,18 @@ class SlowestRank:
 
 
 @dataclass(frozen=True, slots=True)
+class PastProgress:
+    """What a killed agent has reported about its ranks. Its successor repeats it, as the leader may not have read it."""
+
+    attempt: int
+    committed: int
+    line: int
+    restored: int
+    durable: int
+    step_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class AgentReport:
     """The report of one agent: its identity, what its ranks do, and what it serves."""
 
@@ -123,6 +135,14 @@ class AgentReport:
     """The training line of the step that its ranks have committed last; 0 before that."""
     beat: int = 0
     """The number of this report."""
+    past: PastProgress | None = None
+    """The progress of the ranks of a killed agent of this name, in the attempt in which this one has joined."""
+
+    def progress_in(self, attempt: int) -> PastProgress | None:
+        """Return the progress of the ranks of this host in an attempt, as far as it is known; None: nothing is known."""
+        if self.attempt == attempt:
+            return PastProgress(attempt, self.committed, self.line, self.restored, self.durable, self.step_seconds)
+        return self.past if self.past is not None and self.past.attempt == attempt else None
 
     def to_facts(self) -> dict[str, object]:
         """Return the report as JSON values, as `decode_report` reads it."""

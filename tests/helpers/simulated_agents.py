@@ -9,7 +9,7 @@ from ckpt.recovery.agent.agent_heartbeat import _without_progress
 from ckpt.recovery.agent.host_lease import ContactLoss
 from ckpt.recovery.coordinator.lost_contact import PROBE_SECONDS, Contact, Probe
 from ckpt.recovery.memory_tier.memory_nodes import MemoryNodes
-from ckpt.recovery.run_log.agent_reports import REPORT_SECONDS, AgentReport, HostFailure
+from ckpt.recovery.run_log.agent_reports import REPORT_SECONDS, AgentReport, HostFailure, PastProgress
 from ckpt.recovery.run_log.base import LogEntry, RunLog
 from ckpt.recovery.run_log.run_state import RunState
 from ckpt.storage.base.errors import StoreError
@@ -24,6 +24,7 @@ class SimulatedRanks:
     def __init__(self, world: World, actor: str) -> None:
         self._world, self._actor, self._host = world, actor, host_of(actor)
         self.attempt = -1
+        self.past: PastProgress | None = None
         self._training: Training | None = None
         self._failure: HostFailure | None = None
 
@@ -65,7 +66,7 @@ class SimulatedRanks:
     def add_to_report(self, report: AgentReport) -> AgentReport:
         training = self._training
         if training is None:
-            return replace(report, attempt=self.attempt, wrong=self._failure)
+            return replace(report, attempt=self.attempt, wrong=self._failure, past=self.past)
         restored = -1 if training.restored is None else training.restored
         committed = max(training.saved, restored)
         return replace(
