@@ -84,7 +84,7 @@ class CkptIO:
             self._folders.add(os.path.dirname(os.path.abspath(path)))
 
     def _repository_url(self, path: str | os.PathLike[str]) -> str:
-        return f"{str(self._url or resolve_url(None)).rstrip('/')}/{_repository_name(path)}"
+        return f"{_absolute(str(self._url or resolve_url(None))).rstrip('/')}/{_repository_name(path)}"
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: object = None, weights_only: bool | None = None
@@ -118,7 +118,7 @@ class CkptIO:
             for link in _links(folder):
                 replaced_url = self._repository_url(link)
                 linked_url = _read_file(link) if _exists(link) else None
-                if linked_url is not None and linked_url != replaced_url:
+                if linked_url is not None and _absolute(linked_url) != replaced_url:
                     _delete_repository(replaced_url)
 
 
@@ -178,6 +178,11 @@ def fabric_plugin_checks() -> list[object]:
 
 def _make(url: str | os.PathLike[str] | None, options: dict[str, Any]) -> CkptIO:
     return CkptIO(url, **options)
+
+
+def _absolute(url: str) -> str:
+    """Return a URL that names the same repository from each working directory."""
+    return url if "://" in url else os.path.abspath(url)
 
 
 def _repository_name(path: str | os.PathLike[str]) -> str:

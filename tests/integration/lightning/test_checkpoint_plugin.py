@@ -120,6 +120,23 @@ def test_copied_file_does_not_delete_the_checkpoint(tmp_path: Path) -> None:
     assert plugin.load_checkpoint(tmp_path / "one.ckpt")["x"].tolist() == [1, 1, 1]
 
 
+@pytest.mark.parametrize("is_in_environment", [False, True])
+def test_a_checkpoint_is_found_from_another_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_environment: bool
+) -> None:
+    monkeypatch.setenv("CKPT_DIR", "repositories")
+    url = None if is_in_environment else "repositories"
+    file, elsewhere = tmp_path / "files" / "one.ckpt", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    CkptIO(url).save_checkpoint({"number": 1}, file)
+    monkeypatch.chdir(elsewhere)
+    assert CkptIO(url).load_checkpoint(file) == {"number": 1}
+    CkptIO(url).remove_checkpoint(file)
+    assert not list((tmp_path / "repositories").iterdir())
+    assert not list(elsewhere.iterdir())
+
+
 def test_file_of_torch_is_refused(tmp_path: Path) -> None:
     torch.save({"x": torch.ones(3)}, tmp_path / "old.ckpt")
     with pytest.raises(FormatError, match=r"old\.ckpt was not written by CkptIO: load it in a Trainer without this plugin"):
