@@ -17,11 +17,11 @@ from typing import Any
 
 from torchtune import training
 
+from ckpt.adapters.torchtune_folder import DEFAULT_NAME, continues_from_recipe_state
 from ckpt.adapters.torchtune_run import RecipeRun, Settings
-from ckpt.errors import FormatError, StepNotFound
-from ckpt.repository.repository import DIRECTORY_VARIABLE, REPOSITORY_FOLDER, Url, open_repository, resolve_url
+from ckpt.groups import as_group
+from ckpt.repository.repository import DIRECTORY_VARIABLE, REPOSITORY_FOLDER, Url, resolve_url
 from ckpt.storage.base.errors import InvalidArgument
-from ckpt.support.path_kinds import is_file
 from ckpt.training.save_interval import Every
 
 __all__ = ["FullModelHFCheckpointer", "FullModelMetaCheckpointer", "FullModelTorchTuneCheckpointer"]
@@ -39,7 +39,8 @@ class _RepositoryCheckpointer:
         resumes = should_load_recipe_state or resume_from_checkpoint or getattr(recipe, "_resume_from_checkpoint", False)
         self._recipe_run: RecipeRun | None = None
         if recipe is not None:
-            continues_torchtune = resumes and not _has_steps(url) and _has_recipe_state(output_dir, options)
+            state_file = Path(output_dir) / (options.get("recipe_checkpoint") or DEFAULT_NAME)
+            continues_torchtune = resumes and continues_from_recipe_state(as_group(), url, state_file)
             if not continues_torchtune:
                 _begin_as_new(recipe)
             self._recipe_run = RecipeRun(recipe, Settings(url, every, keep, resumes and not continues_torchtune))
@@ -79,7 +80,8 @@ class FullModelHFCheckpointer(_RepositoryCheckpointer, training.FullModelHFCheck
     data. Frozen parameters, such as the base model of LoRA, are those of `checkpoint_dir`. Nothing is pickled.
 
     Raises:
-        InvalidArgument: The recipe has another structure than the fine-tuning recipes of torchtune, such as that of PPO.
+        InvalidArgument: The recipe has another structure than the fine-tuning recipes of torchtune, such as that of PPO. Or
+            rank 0 continues from what torchtune has saved, and the host of another rank lacks that file.
         LeafMismatch: At a load, if the batch size, the accumulation of gradients, the number of ranks or the data differ.
     """
 
@@ -108,15 +110,3 @@ def _begin_as_new(recipe: Any) -> None:
     for part in (recipe, getattr(recipe, "_checkpoint_client", None)):
         if part is not None:
             part._resume_from_checkpoint = False
-
-
-def _has_steps(url: Url) -> bool:
-    try:
-        return bool(open_repository(url).steps())
-    except (StepNotFound, FormatError):
-        return False
-
-
-def _has_recipe_state(output_dir: str, options: dict[str, Any]) -> bool:
-    named = options.get("recipe_checkpoint") or "recipe_state/recipe_state.pt"
-    return is_file(Path(output_dir) / named)
