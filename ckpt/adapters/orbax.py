@@ -70,14 +70,17 @@ class CheckpointManager:
         metrics: a dict of numbers that is stored with the step.
 
         Raises:
-            InvalidArgument: `args` has another form, or the step exists.
+            InvalidArgument: `args` has another form, or the step exists, unless it was saved after the restored one: then it is
+                replaced.
             CkptError: As of `ckpt.Checkpointer.save`.
         """
         items = _items_of(args)
         if not force and not self.should_save(step):
             return False
         if step in self.all_steps():
-            raise InvalidArgument(f"step {step} exists in {self.directory}: give a larger number")
+            self.wait_until_finished()  # a save that still runs may abandon the step
+            if not self._is_abandoned(step):
+                raise InvalidArgument(f"step {step} exists in {self.directory}: give a larger number")
         state = {**items, _METRICS: metrics} if metrics is not None else items
         self._handle = self._checkpointer.save(
             step, state, blocking=not getattr(self._options, "enable_async_checkpointing", True)
@@ -140,14 +143,23 @@ class CheckpointManager:
         on_steps = getattr(self._options, "save_on_steps", None)
         return latest is None or step % getattr(self._options, "save_interval_steps", 1) == 0 or step in (on_steps or ())
 
+    def _is_abandoned(self, step: int) -> bool:
+        """Return whether an existing step is abandoned, or will be by the next save, because it came after the restored one."""
+        order, restored = self._checkpointer.repository.order(), self._restored
+        if restored is None:
+            return step in order.abandoned
+        history = order.history()
+        later = history[history.index(restored) + 1 :] if restored in history else history
+        return step > restored and (step in later or step in order.abandoned)
+
     def all_steps(self, read: bool = False) -> list[int]:
         """Return the numbers of the steps, also of one that is being saved; the newest last. read: no effect."""
+        saving = self._handle.step if self._handle is not None and not self._handle.done() else None
         try:
             steps = self._checkpointer.repository.steps()
         except StepNotFound:
             steps = []
-        saving = self._handle.step if self._handle is not None and not self._handle.done() else None
-        return steps if saving is None or saving in steps else [*steps, saving]
+        return steps if saving is None else [*(step for step in steps if step != saving), saving]
 
     def latest_step(self) -> int | None:
         """Return the number of the newest step, None if there is none."""

@@ -117,7 +117,11 @@ def test_after_a_restore_of_an_older_step_the_next_one_is_newer(tmp_path: Path) 
         assert manager.save(3, args=ocp.args.PyTreeSave({"w": jnp.full(2, 3.5)}))
         manager.wait_until_finished()
         assert manager.latest_step() == 3
-        assert manager.restore(args=ocp.args.PyTreeRestore({"w": jnp.zeros(2)}))["w"].tolist() == [3.5, 3.5]
+        assert manager.save(5, args=ocp.args.PyTreeSave({"w": jnp.full(2, 5.5)}))
+        manager.wait_until_finished()
+        for step in (3, 5):
+            loaded = manager.restore(step, args=ocp.args.PyTreeRestore({"w": jnp.zeros(2)}))
+            assert loaded["w"].tolist() == [step + 0.5] * 2
 
 
 def test_what_has_no_counterpart_is_refused_by_name(tmp_path: Path) -> None:
