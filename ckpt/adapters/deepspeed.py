@@ -24,11 +24,11 @@ from typing import Any
 from ckpt.adapters.deepspeed_state import EngineState, only_step_changes_weights
 from ckpt.api import load_step
 from ckpt.checkpointer import Checkpointer
-from ckpt.errors import LeafNotFound, StepNotFound
+from ckpt.errors import FormatError, LeafNotFound, StepNotFound
 from ckpt.groups import Group, as_group
 from ckpt.groups.base import SingleProcessGroup
 from ckpt.loading.rank_agreement import LoadRequest, broadcast_from_rank_0, is_true_on_rank_0
-from ckpt.repository.repository import Repository, Url
+from ckpt.repository.repository import Repository, Url, open_repository
 from ckpt.repository.retention import Keep
 from ckpt.saving.handle import SaveHandle
 from ckpt.storage.base.errors import CkptError, InvalidArgument
@@ -65,7 +65,8 @@ def attach(
     rank saves its partition, under the names of the whole model: any number of ranks, and any ZeRO stage, can load it. A step
     has the master weights, the optimizer, the LR scheduler, the counters, the loss scale, the random generators of each rank,
     and the `client_state` of rank 0. `load_checkpoint` returns a name of the step and that `client_state`, or (None, None)
-    where nothing is saved. A folder that DeepSpeed has saved is loaded by DeepSpeed.
+    where nothing is saved. A folder that DeepSpeed has saved is loaded by DeepSpeed, if the repository has no step yet, or none
+    with the tag, or if only the weights are loaded (`load_module_only`).
 
     Raises:
         InvalidArgument: The engine has pipeline, tensor or expert parallelism, partitions on NVMe, or another feature whose
@@ -123,8 +124,7 @@ class AttachedEngine:
             raise InvalidArgument("custom_load_fn gets a file of DeepSpeed, which ckpt does not have: remove it")
         if self.last_save is not None:
             self.last_save.require_staged()  # it may still read what the load writes
-        # As rank 0 sees it: another host may lack the folder.
-        if is_true_on_rank_0(self._group(), lambda: _is_deepspeed_folder(load_dir, tag)):
+        if self._is_loaded_by_deepspeed(load_dir, tag, load_module_only):
             found: tuple[str | None, dict[str, Any] | None] = self._load_checkpoint(
                 load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
             )
@@ -142,6 +142,19 @@ class AttachedEngine:
             return None, None
         client_state = _read(saver.repository, start - 1, "client_state.*", self._group()).get("client_state", {})
         return f"{saver.repository.url}/global_step{start - 1}", client_state
+
+    def _is_loaded_by_deepspeed(self, folder: str | os.PathLike[str], tag: object, weights_alone: bool) -> bool:
+        """Return whether to load a folder that DeepSpeed has saved, because the repository has no step to continue from.
+
+        This is as rank 0 sees it: another host may lack the folder. All ranks call this together.
+        """
+        if not is_true_on_rank_0(self._group(), lambda: _is_deepspeed_folder(folder, tag)):
+            return False
+        if weights_alone or (self._url is None and not is_true_on_rank_0(self._group(), lambda: _is_repository(folder))):
+            return True
+        saver = self._saver(folder)
+        saver._wait_ignoring_errors()  # a running save may be that of the first step
+        return not is_true_on_rank_0(self._group(), lambda: _has_step(saver.repository, tag))
 
     def close(self) -> None:
         """Wait for the running saves, and release the repository; the engine can't save any more."""
@@ -170,6 +183,26 @@ class AttachedEngine:
         """
         saver._wait_ignoring_errors()  # a running save may be the one with this tag
         return int(broadcast_from_rank_0(self._group(), lambda: str(_find_tag(saver.repository, tag))))
+
+
+def _is_repository(folder: str | os.PathLike[str]) -> bool:
+    """Return whether a folder is a repository, which DeepSpeed may have saved to as well."""
+    try:
+        open_repository(folder).check()
+    except (StepNotFound, FormatError):
+        return False
+    return True
+
+
+def _has_step(repository: Repository, tag: object) -> bool:
+    """Return whether a repository has a step with this tag, or any step if the tag is None."""
+    try:
+        if tag is None:
+            return repository.latest() is not None
+        _find_tag(repository, str(tag))
+    except StepNotFound:
+        return False
+    return True
 
 
 def _find_tag(repository: Repository, tag: str) -> int:

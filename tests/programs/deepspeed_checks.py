@@ -290,6 +290,13 @@ def load_folder_of_deepspeed() -> None:
     stored = stored_state(ROOT / "moved")
     del stored["model.head.weight"]
     require_same(stored, expected)
+    engine = make_engine(1, "bf16", seed=9)  # the next start of the same script
+    attached = attach(engine, ROOT / "moved")
+    assert engine.load_checkpoint(str(ROOT / "own"))[0] == f"file://{ROOT}/moved/global_step2"
+    require_same(whole_state(engine), expected)
+    path, _ = engine.load_checkpoint(str(ROOT / "own"), load_module_only=True)
+    assert path.endswith("mp_rank_00_model_states.pt"), path
+    attached.close()
 
 
 OWN = {
