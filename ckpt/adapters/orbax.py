@@ -6,6 +6,7 @@ Arguments are those of `orbax.checkpoint.args`. They are read by their attribute
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,9 +25,14 @@ _METRICS = "metrics"
 _REFUSED_OPTIONS = {
     "best_fn": "ckpt keeps the newest steps: save the best one to a repository of its own",
     "keep_time_interval": "use keep_period",
+    "should_keep_fn": "use keep_period, or save such steps to a repository of their own",
+    "todelete_subdir": "ckpt deletes the steps that it does not keep",
+    "todelete_full_path": "ckpt deletes the steps that it does not keep",
     "save_decision_policy": "use save_interval_steps, save_on_steps or should_save_fn",
     "preservation_policy": "use max_to_keep and keep_period",
     "read_only": "use ckpt.load",
+    "async_options.post_finalization_callback": "call it after wait_until_finished",
+    "multiprocessing_options.active_processes": "give the ranks that save as group=",
 }
 _REFUSED_RESTORE_ARGS = ("restore_args", "transforms", "fallback_sharding")
 
@@ -40,9 +46,9 @@ class CheckpointManager:
 
     directory: the URL of the repository, as for `ckpt.save`.
     options: Orbax's CheckpointManagerOptions. The manager uses save_interval_steps, save_on_steps, should_save_fn, max_to_keep,
-        keep_period and enable_async_checkpointing. keep_period keeps multiples as in Orbax, and where a multiple was not
-        saved, the first step after it, as `ckpt.Keep(every=)` does. Names of directories, and how files are written, do not
-        apply.
+        keep_period, prevent_write_metrics and enable_async_checkpointing. keep_period keeps multiples as in Orbax, and where a
+        multiple was not saved, the first step after it, as `ckpt.Keep(every=)` does. Names of directories, and how files are
+        written and removed, do not apply. All other options are refused.
     item_names: not needed; the names are those of the arguments.
     further: as for `ckpt.Checkpointer`, such as group and tiers.
 
@@ -53,7 +59,7 @@ class CheckpointManager:
 
     def __init__(self, directory: Url, options: Any = None, *, item_names: object = None, **further: Any) -> None:
         for name, instead in _REFUSED_OPTIONS.items():
-            if getattr(options, name, None):
+            if reduce(lambda found, part: getattr(found, part, None), name.split("."), options):
                 raise InvalidArgument(f"options.{name} has no counterpart in ckpt: {instead}")
         self._options = options
         self.directory = directory
@@ -81,7 +87,8 @@ class CheckpointManager:
             self.wait_until_finished()  # a save that still runs may abandon the step
             if not self._is_abandoned(step):
                 raise InvalidArgument(f"step {step} exists in {self.directory}: give a larger number")
-        state = {**items, _METRICS: metrics} if metrics is not None else items
+        has_metrics = metrics is not None and not getattr(self._options, "prevent_write_metrics", False)
+        state = {**items, _METRICS: metrics} if has_metrics else items
         self._handle = self._checkpointer.save(
             step, state, blocking=not getattr(self._options, "enable_async_checkpointing", True)
         )

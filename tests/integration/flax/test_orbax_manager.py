@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grain
@@ -16,7 +18,20 @@ from flax.training.train_state import TrainState
 from helpers.messages import one_line
 
 import ckpt
-from ckpt.adapters.orbax import CheckpointManager
+from ckpt.adapters.orbax import _REFUSED_OPTIONS, CheckpointManager
+
+USED_OPTIONS = {
+    "save_interval_steps", "save_on_steps", "should_save_fn", "max_to_keep", "keep_period", "enable_async_checkpointing",
+    "prevent_write_metrics",
+}  # fmt: skip
+OPTIONS_OF_BEST_FN = {"best_mode", "keep_checkpoints_without_metrics"}
+OPTIONS_OF_POLICIES = {"enable_should_save_is_saving_in_progress_check"}
+OPTIONS_OF_FILES = {
+    "step_prefix", "step_format_fixed_length", "step_name_format", "create", "cleanup_tmp_directories", "file_options",
+    "single_host_load_and_broadcast", "enable_background_delete", "num_deletion_threads", "enable_hns", "save_root_metadata",
+    "temporary_path_class", "atomicity_options", "enable_per_process_directory_creation", "lightweight_initialize",
+}  # fmt: skip
+"""Names of directories, and how files are written, listed and removed."""
 
 
 def state(start: float) -> dict[str, Any]:
@@ -124,10 +139,35 @@ def test_after_a_restore_of_an_older_step_the_next_one_is_newer(tmp_path: Path) 
             assert loaded["w"].tolist() == [step + 0.5] * 2
 
 
+def test_each_option_of_orbax_is_used_or_refused_unless_it_is_about_files() -> None:
+    refused = {name.partition(".")[0] for name in _REFUSED_OPTIONS}
+    fields = {field.name for field in dataclasses.fields(ocp.CheckpointManagerOptions)}
+    assert fields - USED_OPTIONS - OPTIONS_OF_BEST_FN - OPTIONS_OF_POLICIES - OPTIONS_OF_FILES - refused == set()
+
+
+def test_metrics_are_not_saved_where_the_options_prevent_it(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, options=ocp.CheckpointManagerOptions(prevent_write_metrics=True)) as manager:
+        manager.save(1, args=ocp.args.PyTreeSave({"w": jnp.ones(2)}), metrics={"loss": 0.5})
+        manager.wait_until_finished()
+        assert manager.metrics(1) is None
+
+
+@pytest.mark.parametrize("name", _REFUSED_OPTIONS)
+def test_an_option_without_a_counterpart_is_refused(tmp_path: Path, name: str) -> None:
+    first, _, second = name.partition(".")
+    options = SimpleNamespace(**{first: SimpleNamespace(**{second: {1}}) if second else {1}})
+    with pytest.raises(ckpt.InvalidArgument) as error:
+        CheckpointManager(tmp_path, options=options)
+    one_line(error, f"options.{name} has no counterpart")
+
+
 def test_what_has_no_counterpart_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ckpt.InvalidArgument) as option:
         CheckpointManager(tmp_path, options=ocp.CheckpointManagerOptions(best_fn=lambda m: m["loss"]))
     one_line(option, "options.best_fn", "repository of its own")
+    options = ocp.CheckpointManagerOptions(async_options=ocp.AsyncOptions(post_finalization_callback=lambda: None))
+    with pytest.raises(ckpt.InvalidArgument, match=r"options\.async_options\.post_finalization_callback"):
+        CheckpointManager(tmp_path, options=options)
     with CheckpointManager(tmp_path) as manager:
         with pytest.raises(ckpt.InvalidArgument, match="args of w: 1 has no item: use those of orbax.checkpoint.args"):
             manager.save(1, args={"w": 1})
