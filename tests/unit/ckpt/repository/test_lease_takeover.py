@@ -72,7 +72,7 @@ def test_a_lease_that_nobody_uses_is_taken_over_without_a_warning(
     assert caplog.records == []
 
 
-@pytest.mark.parametrize("pid", [4711, os.getpid()])
+@pytest.mark.parametrize("pid", [4711, os.getpid()], ids=["another number", "our number"])
 def test_a_lease_of_another_host_is_taken_over_with_a_warning(
     repo: Repository, caplog: pytest.LogCaptureFixture, pid: int
 ) -> None:
