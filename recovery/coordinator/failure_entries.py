@@ -8,7 +8,7 @@ from dataclasses import replace
 from ckpt.recovery.coordinator.decision_input import DecisionInput
 from ckpt.recovery.policy.failure import Cause, Failure
 from ckpt.recovery.policy.restart_decision import decide
-from ckpt.recovery.run_log.agent_reports import LOST_SECONDS, AgentReport
+from ckpt.recovery.run_log.agent_reports import LOST_SECONDS, AgentReport, PastProgress
 from ckpt.recovery.run_log.base import Draft
 from ckpt.recovery.run_log.entry_drafts import draft_decision, draft_failure
 from ckpt.recovery.run_log.run_spec import AttemptHost
@@ -58,7 +58,7 @@ def make_failure(
     attempt_reports = [r for r in (*view.silent.values(), *reports) if r.attempt == view.run_state.attempt]
     # Commits that a silent host has reported, or a killed agent, stay valid.
     killed = [r.past for r in view.maybe_living.values() if r.past is not None and r.past.attempt == view.run_state.attempt]
-    progress = [*attempt_reports, *killed]
+    progress: list[AgentReport | PastProgress] = [*attempt_reports, *killed]
     line, committed = max(((r.line, r.committed) for r in progress), default=(0, -1))
     return Failure(
         cause, tuple(ranks), detail, step if step < 0 else max(step, committed), committed, view.ran_seconds,

@@ -40,8 +40,6 @@ T = TypeVar("T")
 
 _READ_BYTES = 4 << 20
 """The most bytes of an object that one message of a stream has."""
-_UNKNOWN_VERB = "unknown"
-"""Under this verb, the metrics count the calls that the node does not have."""
 _LIST_ENTRIES = 5_000
 """The most entries that one message of a listing has."""
 
@@ -167,7 +165,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
     # --- Flight ------------------------------------------------------------------------------------------------
 
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[flight.Result]:
-        verb = action.type if action.type in self._handlers else _UNKNOWN_VERB  # otherwise, clients could add counters
+        verb = action.type if action.type in self._handlers else "unknown"  # otherwise, clients could add counters
         return self._run_handler(verb, lambda: self._run_action(context, action))
 
     def _run_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[flight.Result]:
