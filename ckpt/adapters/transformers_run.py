@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -10,7 +9,6 @@ import shutil
 import tempfile
 import weakref
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,6 +25,7 @@ from ckpt.adapters.transformers_deepspeed import only_step_changes_weights, skip
 from ckpt.adapters.transformers_end import reason_of_end
 from ckpt.adapters.transformers_folder import newest_folder_of_trainer
 from ckpt.adapters.transformers_model import model_state
+from ckpt.adapters.transformers_progress import TrainerProgress
 from ckpt.adapters.trl_samples import GeneratedSamples
 from ckpt.api import load_newest
 from ckpt.checkpointer import Checkpointer
@@ -85,7 +84,7 @@ class TrainerRun:
         self._every = every
         self._saver = Checkpointer(self._url, every=every, keep=limit)
         self.best = BestModel(trainer, self._url, self._saver, limit)
-        self._progress = _Progress(trainer, self.data, self.best)
+        self._progress = TrainerProgress(trainer, self.data, self.best)
         self._noted_step: int | None = None
         self._is_noted_step_saved = False
         self._resume_step: int | None = None
@@ -336,57 +335,3 @@ class TrainerRun:
         if self._every is not None and not self._is_noted_step_saved and self._trainer.control.should_training_stop:
             self._is_noted_step_saved = True
             self.save()
-
-
-class _Progress:
-    """The state of the Trainer as JSON, which rank 0 stores for all, and the losses of this rank that are not logged yet."""
-
-    def __init__(self, trainer: Any, data: DataPosition, best: BestModel, text: str | None = None) -> None:
-        self._trainer, self._data, self._best = trainer, data, best
-        self.text = text
-        self.best_step: int | None = None
-        self.position: list[int] = []
-        """The epoch that was saved, and how many batches of it this rank had taken."""
-        self._losses: list[float] = []
-
-    def target(self) -> _Progress:
-        """Return an object to load into."""
-        return _Progress(self._trainer, self._data, self._best, "")
-
-    def copy_from(self, loaded: _Progress) -> None:
-        self._losses = loaded._losses
-
-    def _callback_states(self) -> dict[str, Any]:
-        """Return the states of callbacks, as `Trainer._save_checkpoint` collects them."""
-        found: dict[str, list[Any]] = {}
-        for callback in [*self._trainer.callback_handler.callbacks, self._trainer.control]:
-            if isinstance(callback, ExportableState):
-                found.setdefault(type(callback).__name__, []).append(callback.state())
-        return {name: states[0] if len(states) == 1 else states for name, states in found.items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        if self.text is not None:
-            return {"json": self.text, "losses": [], "position": [], "best_step": None}
-        trainer = self._trainer
-        pending = getattr(trainer, "_tr_loss", None)
-        losses = [] if pending is None else [float(pending), int(trainer._globalstep_last_logged)]
-        epoch = float(trainer.state.epoch or 0)
-        position = [int(epoch), 0 if epoch.is_integer() else self._data.batches]
-        if trainer.args.process_index:
-            return {"losses": losses, "position": position, "best_step": self._best.step}
-        trainer.state.stateful_callbacks = self._callback_states()
-        state = asdict(trainer.state) | {"best_model_checkpoint": None}  # the Trainer would look for a folder of this name
-        text = json.dumps(state, default=float)
-        return {"json": text, "losses": losses, "position": position, "best_step": self._best.step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.text, self._losses = str(state["json"]), list(state["losses"])
-        self.position = [int(number) for number in state.get("position", [])]
-        self.best_step = state["best_step"] if "best_step" in state else json.loads(self.text).get("best_global_step")
-
-    def restore_losses(self) -> None:
-        if self._losses and hasattr(self._trainer, "_tr_loss"):
-            self._trainer._tr_loss += self._losses[0]
-            self._trainer._total_loss_scalar -= self._losses[0]  # the average of this call has only the steps of this call
-            self._trainer._globalstep_last_logged = self._losses[1]
-        self._losses = []

@@ -1,0 +1,76 @@
+"""What a step has of a Trainer besides its objects: its state as JSON, its position, and losses that are not logged yet."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import has_length
+
+from ckpt.adapters.transformers_best import BestModel
+from ckpt.adapters.transformers_data import DataPosition
+
+
+class TrainerProgress:
+    """The state of the Trainer as JSON, which rank 0 stores for all, and the position and losses of this rank."""
+
+    def __init__(self, trainer: Any, data: DataPosition, best: BestModel, text: str | None = None) -> None:
+        self._trainer, self._data, self._best = trainer, data, best
+        self.text = text
+        self.best_step: int | None = None
+        self.position: list[int] = []
+        """The epoch that was saved, and how many batches of it this rank had taken."""
+        self._losses: list[float] = []
+
+    def target(self) -> TrainerProgress:
+        """Return an object to load into."""
+        return TrainerProgress(self._trainer, self._data, self._best, "")
+
+    def copy_from(self, loaded: TrainerProgress) -> None:
+        self._losses = loaded._losses
+
+    def _callback_states(self) -> dict[str, Any]:
+        """Return the states of callbacks, as `Trainer._save_checkpoint` collects them."""
+        found: dict[str, list[Any]] = {}
+        for callback in [*self._trainer.callback_handler.callbacks, self._trainer.control]:
+            if isinstance(callback, ExportableState):
+                found.setdefault(type(callback).__name__, []).append(callback.state())
+        return {name: states[0] if len(states) == 1 else states for name, states in found.items()}
+
+    def _current_position(self) -> list[int]:
+        """Return the epoch, and how many batches of it this rank has taken."""
+        epoch, batches, args = float(self._trainer.state.epoch or 0), self._data.batches, self._trainer.args
+        if has_length(self._trainer.train_dataset):
+            return [int(epoch), 0 if epoch.is_integer() else batches]
+        # Trainer takes all batches of the training run for one pass, so an end in the first pass is epoch 1.0.
+        return [max(0, round(epoch - batches / (args.max_steps * args.gradient_accumulation_steps))), batches]
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.text is not None:
+            return {"json": self.text, "losses": [], "position": [], "best_step": None}
+        trainer = self._trainer
+        pending = getattr(trainer, "_tr_loss", None)
+        losses = [] if pending is None else [float(pending), int(trainer._globalstep_last_logged)]
+        position = self._current_position()
+        if trainer.args.process_index:
+            return {"losses": losses, "position": position, "best_step": self._best.step}
+        trainer.state.stateful_callbacks = self._callback_states()
+        state = asdict(trainer.state) | {"best_model_checkpoint": None}  # the Trainer would look for a folder of this name
+        text = json.dumps(state, default=float)
+        return {"json": text, "losses": losses, "position": position, "best_step": self._best.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.text, self._losses = str(state["json"]), list(state["losses"])
+        self.position = [int(number) for number in state.get("position", [])]
+        if self.position[1:] == [0] and not has_length(self._trainer.train_dataset):
+            self.position = []  # earlier versions took the end of a training run for that of a pass
+        self.best_step = state["best_step"] if "best_step" in state else json.loads(self.text).get("best_global_step")
+
+    def restore_losses(self) -> None:
+        if self._losses and hasattr(self._trainer, "_tr_loss"):
+            self._trainer._tr_loss += self._losses[0]
+            self._trainer._total_loss_scalar -= self._losses[0]  # the average of this call has only the steps of this call
+            self._trainer._globalstep_last_logged = self._losses[1]
+        self._losses = []
