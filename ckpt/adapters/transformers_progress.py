@@ -13,6 +13,13 @@ from ckpt.adapters.transformers_best import BestModel
 from ckpt.adapters.transformers_data import DataPosition
 
 
+def samples_in_batch(trainer: Any) -> int:
+    """Return how many samples a Trainer takes at once: those of one batch of each process."""
+    if trainer.accelerator.split_batches:
+        return int(trainer._train_batch_size)
+    return int(trainer.get_total_train_batch_size(trainer.args) // trainer.args.gradient_accumulation_steps)
+
+
 class TrainerProgress:
     """The state of the Trainer as JSON, which rank 0 stores for all, and the position and losses of this rank."""
 
@@ -22,6 +29,8 @@ class TrainerProgress:
         self.best_step: int | None = None
         self.position: list[int] = []
         """The epoch that was saved, and how many batches of it this rank had taken."""
+        self.batch_samples: int | None = None
+        """How many samples one batch of each process had; None for a step of an earlier version."""
         self._losses: list[float] = []
 
     def target(self) -> TrainerProgress:
@@ -49,23 +58,26 @@ class TrainerProgress:
 
     def state_dict(self) -> dict[str, Any]:
         if self.text is not None:
-            return {"json": self.text, "losses": [], "position": [], "best_step": None}
+            return {"json": self.text, "losses": [], "position": [], "batch_samples": None, "best_step": None}
         trainer = self._trainer
         pending = getattr(trainer, "_tr_loss", None)
         losses = [] if pending is None else [float(pending), int(trainer._globalstep_last_logged)]
-        position = self._current_position()
+        state = {
+            "losses": losses, "position": self._current_position(), "batch_samples": samples_in_batch(trainer),
+            "best_step": self._best.step,
+        }  # fmt: skip
         if trainer.args.process_index:
-            return {"losses": losses, "position": position, "best_step": self._best.step}
+            return state
         trainer.state.stateful_callbacks = self._callback_states()
-        state = asdict(trainer.state) | {"best_model_checkpoint": None}  # the Trainer would look for a folder of this name
-        text = json.dumps(state, default=float)
-        return {"json": text, "losses": losses, "position": position, "best_step": self._best.step}
+        own = asdict(trainer.state) | {"best_model_checkpoint": None}  # the Trainer would look for a folder of this name
+        return state | {"json": json.dumps(own, default=float)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.text, self._losses = str(state["json"]), list(state["losses"])
         self.position = [int(number) for number in state.get("position", [])]
         if self.position[1:] == [0] and not has_length(self._trainer.train_dataset):
             self.position = []  # earlier versions took the end of a training run for that of a pass
+        self.batch_samples = state.get("batch_samples")
         self.best_step = state["best_step"] if "best_step" in state else json.loads(self.text).get("best_global_step")
 
     def restore_losses(self) -> None:

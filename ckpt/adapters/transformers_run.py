@@ -25,7 +25,7 @@ from ckpt.adapters.transformers_deepspeed import only_step_changes_weights, skip
 from ckpt.adapters.transformers_end import reason_of_end
 from ckpt.adapters.transformers_folder import newest_folder_of_trainer
 from ckpt.adapters.transformers_model import model_state
-from ckpt.adapters.transformers_progress import TrainerProgress
+from ckpt.adapters.transformers_progress import TrainerProgress, samples_in_batch
 from ckpt.adapters.trl_samples import GeneratedSamples
 from ckpt.api import load_newest
 from ckpt.checkpointer import Checkpointer
@@ -90,6 +90,7 @@ class TrainerRun:
         self._resume_step: int | None = None
         self._may_fall_back = self._is_loaded = False
         self._resume_position: list[int] = []
+        self._resume_samples: int | None = None  # of one batch of each process
         self._resume_json = ""  # the state of the Trainer
         self._has_ended = False
         self._resume_best: int | None = None
@@ -166,7 +167,7 @@ class TrainerRun:
 
     def _make_folder(self, step: int, state: dict[str, Any]) -> str:
         self._resume_step, self._resume_position = step, state["trainer"].position
-        self._resume_json = state["trainer"].text
+        self._resume_samples, self._resume_json = state["trainer"].batch_samples, state["trainer"].text
         self._resume_best = state["trainer"].best_step
         if self._folder is None:
             self._folder = tempfile.mkdtemp(prefix="ckpt-")
@@ -182,9 +183,16 @@ class TrainerRun:
         its first pass.
         """
         saved = tuple(self._resume_position)
-        if self._has_ended or len(saved) != 2 or self._trainer.args.ignore_data_skip or saved == (epoch, batches):
+        if self._has_ended or len(saved) != 2 or self._trainer.args.ignore_data_skip:
             return epoch, batches
-        if not has_length(self._trainer.train_dataset):
+        if saved == (epoch, batches) or not has_length(self._trainer.train_dataset):
+            samples = samples_in_batch(self._trainer)
+            if saved[1] and self._resume_samples not in (None, samples):
+                log.warning(
+                    "step %s was saved after batch %d with %d samples in a batch of all processes, and now a batch has %d, so "
+                    "samples are repeated or left out: use the batch size and processes of the save",
+                    self._resume_step, saved[1], self._resume_samples, samples,
+                )  # fmt: skip
             return saved
         log.warning(
             "step %s was saved after batch %d of epoch %d, and the training continues after batch %d of epoch %d, so samples "

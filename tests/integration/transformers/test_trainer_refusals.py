@@ -86,20 +86,34 @@ def test_a_folder_of_trainer_is_loaded_and_the_next_step_is_saved_here(tmp_path:
     assert [checkpoint.step for checkpoint in ckpt.open(tmp_path / "ckpt")] == [2]
 
 
-@pytest.mark.skipif(not hasattr(Trainer, "_init_training_state"), reason="this version computes the position out of reach")
-def test_a_position_that_repeats_or_leaves_out_samples_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def train(steps: int, batch_size: int, **more: Any) -> None:
-        arguments = {"save_steps": 1, "per_device_train_batch_size": batch_size}
-        trainer = make(CkptTrainer, tmp_path, arguments=arguments)
-        trainer.args.max_steps = steps
-        trainer.train(**more)
+needs_position = pytest.mark.skipif(
+    not hasattr(Trainer, "_init_training_state"), reason="this version computes the position out of reach"
+)
 
-    train(3, 2)
-    train(5, 2, resume_from_checkpoint=True)
+
+def train(folder: Path, steps: int, batch_size: int, **more: Any) -> None:
+    trainer = make(CkptTrainer, folder, arguments={"save_steps": 1, "per_device_train_batch_size": batch_size})
+    trainer.args.max_steps = steps
+    trainer.train(**more)
+
+
+@needs_position
+def test_a_position_that_repeats_or_leaves_out_samples_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(tmp_path, 3, 2)
+    train(tmp_path, 5, 2, resume_from_checkpoint=True)
     assert "left out" not in caplog.text
-    train(6, 1, resume_from_checkpoint=True)
+    train(tmp_path, 6, 1, resume_from_checkpoint=True)
     assert "step 5 was saved after batch 1 of epoch 2" in caplog.text
     assert "continues after batch 1 of epoch 1, so samples are repeated or left out: use the batch size" in caplog.text
+
+
+@needs_position
+def test_another_number_of_samples_in_each_batch_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In the first epoch, the number of the batch is the same, but the samples are others."""
+    train(tmp_path, 1, 2)
+    train(tmp_path, 2, 1, resume_from_checkpoint=True)
+    assert "step 1 was saved after batch 1 with 2 samples in a batch of all processes" in caplog.text
+    assert "and now a batch has 1, so samples are repeated or left out: use the batch size" in caplog.text
 
 
 def test_a_model_of_another_shape(tmp_path: Path) -> None:
