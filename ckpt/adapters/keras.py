@@ -132,6 +132,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         self._resume, self._is_skipped = None, False
         if not self._has_restored:
             self._restore(self._checkpointer, iterator)
+        keras_fit.call_before_first_epoch(fit["callbacks"], self._before_first_epoch)
         original = iterator._enumerate_iterator
         iterator._enumerate_iterator = lambda: self._batches_of_epoch(iterator, original)
 
@@ -265,13 +266,23 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         values = [(variable, np.array(keras.ops.convert_to_numpy(variable))) for variable in scalars]
         return _Resume(position, state["metrics"], state["callbacks"], *snapshots, values)
 
+    def _before_first_epoch(self) -> None:
+        """Note what the other callbacks have set; give them what they had counted, which their `on_epoch_begin` may read."""
+        self._others.note_begin()
+        if self._resume is not None:
+            self._restore_callbacks(self._resume)
+
+    def _restore_callbacks(self, resume: _Resume) -> None:
+        for variable, value in resume.optimizer_scalars:
+            variable.assign(value)
+        self._others.restore(copy.deepcopy(resume.callbacks))
+
     def _batches_of_epoch(self, iterator: Any, original: Callable[[], EpochBatches]) -> EpochBatches:
         """Yield the batches of an epoch as Keras does; of the resumed epoch, only those that are not done."""
         if self._is_first_epoch:
             self._is_first_epoch = False
             keras_fit.move_to_end(self._list, self)  # so that a save has what the others count in the same batch
             keras_fit.warn_of_random_order(iterator)
-            self._others.note_begin()
             self._random_at_fit = Snapshot.taken()
         resume, self._resume = self._resume, None
         if resume is None:
@@ -307,9 +318,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         """
         if batch is not None:
             self._restore_metrics(self._model.metrics, resume.metrics)
-        for variable, value in resume.optimizer_scalars:
-            variable.assign(value)
-        self._others.restore(resume.callbacks)
+        self._restore_callbacks(resume)
         self._position = copy.copy(resume.position)
         self._position.epochs, self._position.ended = self.params["epochs"], False
         self._expected_batch = self._position.batch

@@ -142,6 +142,17 @@ def require_alone(callbacks: Iterable[object]) -> None:
             )
 
 
+def call_before_first_epoch(callbacks: Any, function: Callable[[], None]) -> None:
+    """Let the CallbackList of a fit call a function after `on_train_begin` and before `on_epoch_begin` of its callbacks."""
+
+    def on_epoch_begin(*arguments: Any, **named: Any) -> None:
+        del callbacks.on_epoch_begin
+        function()
+        callbacks.on_epoch_begin(*arguments, **named)
+
+    callbacks.on_epoch_begin = on_epoch_begin
+
+
 def move_to_end(callbacks: list[object], callback: object) -> None:
     """Let Keras call a callback after all others."""
     callbacks.remove(callback)

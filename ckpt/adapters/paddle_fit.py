@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -85,7 +86,6 @@ class Checkpoints(paddle.callbacks.Callback):  # type: ignore[misc]  # mypy does
         self._resume: dict[str, Any] | None = None
         self._first_epoch = self._epoch = self._steps_saved = 0
         self._is_skipping = self._saves_at_epoch_begin = False
-        self._has_begun = False
         self._read_again = 0
         self._batches: int | None = None
         self._loss: float | None = None
@@ -123,7 +123,7 @@ class Checkpoints(paddle.callbacks.Callback):  # type: ignore[misc]  # mypy does
         self._position = _Position(epochs=int(fit["epochs"]), num_iters=self._num_iters_left())
         self._first_epoch, self._epoch, self._resume = 0, -1, None
         self._saves_at_epoch_begin, self._steps_saved, self._random_at_end = False, 0, None
-        self._has_begun, self._read_again = False, 0
+        self._read_again = 0
         self._restore(self._checkpointer)
         self._wrap()
 
@@ -192,6 +192,8 @@ class Checkpoints(paddle.callbacks.Callback):  # type: ignore[misc]  # mypy does
         def call_callbacks(name: str, *arguments: Any) -> None:
             if name == "on_epoch_begin":
                 self._epoch = int(arguments[0])
+                if self._epoch == self._first_epoch:
+                    self._before_first_epoch()
             if name == "on_train_end" or (self._epoch >= self._first_epoch and not self._skips(name, *arguments)):
                 call(name, *arguments)
 
@@ -222,11 +224,14 @@ class Checkpoints(paddle.callbacks.Callback):  # type: ignore[misc]  # mypy does
 
     # --- saving ------------------------------------------------------------------------------------------------
 
+    def _before_first_epoch(self) -> None:
+        """Note what the other callbacks have set; give them what they had counted, which their `on_epoch_begin` may read."""
+        self._others.note_begin()
+        if self._resume is not None:
+            self._others.restore(deepcopy(self._resume["callbacks"]))
+
     def _begin_epoch(self) -> None:
         """Save the end of the previous epoch, if a save is due; set the order of the epoch if it is resumed."""
-        if not self._has_begun:
-            self._has_begun = True
-            self._others.note_begin()
         if self._resume is not None:
             if self._position.sampler_epoch is not None and self._sampler is not None:
                 self._sampler.epoch = self._position.sampler_epoch

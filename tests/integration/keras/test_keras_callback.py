@@ -43,6 +43,19 @@ class Count(keras.callbacks.Callback):  # type: ignore[misc]
             raise Stop
 
 
+class Halve(keras.callbacks.Callback):  # type: ignore[misc]
+    """Halves the learning rate in each epoch, starting from the one that it finds in the first epoch. Counts the epochs."""
+
+    begun = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.begun += 1
+        optimizer = self.model.optimizer
+        if epoch == 0:
+            self.first_rate = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+        optimizer.learning_rate = self.first_rate * 0.5**epoch
+
+
 def make_model(metrics: Any = ("mae",), width: int = 8) -> Any:
     keras.utils.set_random_seed(1)
     layers = keras.layers
@@ -95,6 +108,17 @@ def test_an_interrupted_callback_resumes_when_it_is_used_again(tmp_path: Path) -
     fit(make_model(), callback, second)
     assert first.losses == whole.losses[:9]
     assert second.losses == whole.losses  # what it had recorded up to the saved step is restored, too
+
+
+def test_what_a_callback_sets_in_the_first_epoch_is_restored(tmp_path: Path) -> None:
+    whole, resumed = Count(), Count()
+    fit(make_model(), Checkpoints(tmp_path / "a", every=100), Halve(), whole)
+    callback = Checkpoints(tmp_path / "b", every=4)
+    with pytest.raises(Stop):
+        fit(make_model(), callback, Halve(), Count(stop_after=2 * BATCHES + 3))
+    callback._checkpointer.close()
+    fit(make_model(), Checkpoints(tmp_path / "b", every=100), Halve(), resumed)
+    assert resumed.losses == whole.losses
 
 
 def test_several_calls_of_fit_are_skipped_or_resumed_in_their_order(tmp_path: Path, restart: Callable[[], None]) -> None:

@@ -78,6 +78,18 @@ class Losses(paddle.callbacks.Callback):
             raise Interrupted
 
 
+class Halve(paddle.callbacks.Callback):
+    """Halves the learning rate in each epoch, starting from the one that it finds in the first epoch. Counts the epochs."""
+
+    begun = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.begun += 1
+        if epoch == 0:
+            self.first_rate = self.model._optimizer.get_lr()
+        self.model._optimizer.set_lr(self.first_rate * 0.5**epoch)
+
+
 class Rows(paddle.io.Dataset):
     def __init__(self, rows: int = 16) -> None:
         self.rows = np.random.RandomState(2).normal(size=(rows, 4)).astype("float32")
@@ -97,9 +109,12 @@ def make(width: int = 8) -> paddle.Model:
     return model
 
 
-def fit(saving: Any, epochs: int, model: Any = None, stop_after: int | None = None, rows: int = 16, **more: Any) -> Losses:
+def fit(
+    saving: Any, epochs: int, model: Any = None, stop_after: int | None = None, rows: int = 16, others: Any = (),
+    **more: Any,
+) -> Losses:  # fmt: skip
     watch = Losses(stop_after)
-    callbacks = [each for each in (watch, saving) if each is not None]
+    callbacks = [each for each in (watch, *others, saving) if each is not None]
     options = {"epochs": epochs, "batch_size": 4, "verbose": 0} | more
     (model or make()).fit(Rows(rows), Rows(4), callbacks=callbacks, **options)
     return watch
@@ -116,6 +131,13 @@ def test_an_interrupted_fit_resumes_with_a_new_callback_and_with_the_same_one(tm
     resumed = fit(saving, 4)
     assert list(resumed.found) == expected[8:]
     assert list(resumed.calls) == ["epoch 2", "eval", "epoch 3", "eval", "end"]
+
+
+def test_what_a_callback_sets_in_the_first_epoch_is_restored(tmp_path: Path) -> None:
+    expected = list(fit(None, 4, others=[Halve()]).found)
+    with pytest.raises(Interrupted):
+        fit(Checkpoints(tmp_path, every=1), 4, others=[Halve()], stop_after=10)
+    assert list(fit(Checkpoints(tmp_path, every=1), 4, others=[Halve()]).found) == expected[9:]
 
 
 def test_a_fit_that_has_ended_is_not_repeated_and_continues_with_more_epochs(tmp_path: Path, monkeypatch: Any) -> None:
