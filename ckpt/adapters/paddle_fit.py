@@ -50,6 +50,8 @@ class _Position:
     """The argument `num_iters` of the fit."""
     num_iters_left: int | None = None
     """How many of them were left at the start of the epoch. Paddle counts the batches of evaluations, too."""
+    losses: list[float] | None = None
+    """The losses of the last batch, where the data has no length: then it may be the last one of its epoch."""
 
 
 class Checkpoints(paddle.callbacks.Callback):  # type: ignore[misc]  # mypy does not look into paddle
@@ -86,6 +88,7 @@ class Checkpoints(paddle.callbacks.Callback):  # type: ignore[misc]  # mypy does
         self._resume: dict[str, Any] | None = None
         self._first_epoch = self._epoch = self._steps_saved = 0
         self._is_skipping = self._saves_at_epoch_begin = False
+        self._is_ended_by_num_iters = False
         self._read_again = 0
         self._batches: int | None = None
         self._loss: float | None = None
@@ -123,7 +126,7 @@ class Checkpoints(paddle.callbacks.Callback):  # type: ignore[misc]  # mypy does
         self._position = _Position(epochs=int(fit["epochs"]), num_iters=self._num_iters_left())
         self._first_epoch, self._epoch, self._resume = 0, -1, None
         self._saves_at_epoch_begin, self._steps_saved, self._random_at_end = False, 0, None
-        self._read_again = 0
+        self._read_again, self._is_ended_by_num_iters = 0, False
         self._restore(self._checkpointer)
         self._wrap()
 
@@ -133,7 +136,9 @@ class Checkpoints(paddle.callbacks.Callback):  # type: ignore[misc]  # mypy does
         position.step += step + 1 - position.batch
         position.batch = step + 1
         loss = (logs or {}).get("loss")
-        self._loss = float(loss[0]) if isinstance(loss, (list, tuple)) and loss else None
+        losses = [float(each) for each in loss] if isinstance(loss, (list, tuple)) else []
+        self._loss = losses[0] if losses else None
+        position.losses = losses if self._batches is None else None
         if step + 1 == self._batches:
             self._saves_at_epoch_begin = True  # an evaluation and other callbacks follow
         elif (step + 1) % self.model._accumulate == 0:
@@ -154,7 +159,8 @@ class Checkpoints(paddle.callbacks.Callback):  # type: ignore[misc]  # mypy does
             return
         if position.step > self._steps_saved:
             position.ended = True
-            if position.batch == self._batches:  # otherwise num_iters has ended the fit
+            has_read_all = not self._is_ended_by_num_iters if self._batches is None else position.batch == self._batches
+            if has_read_all:  # otherwise num_iters has ended the fit
                 position.epoch, position.batch = position.epoch + 1, 0
                 self._note_epoch_begin()
             checkpointer.save_unless_bad(position.step - 1, self._fit_state, loss=self._loss)
@@ -176,9 +182,12 @@ class Checkpoints(paddle.callbacks.Callback):  # type: ignore[misc]  # mypy does
             try:
                 if mode == "train":
                     self._begin_epoch()
+                limit = self._num_iters_left()
                 logs = run(loader, callbacks, mode, *others, **named)
-                if mode == "train" and self._resume is not None:
-                    self._continue_at_end(self._resume)
+                if mode == "train":
+                    self._is_ended_by_num_iters = limit is not None and self._num_iters_left() is None
+                    if self._resume is not None:
+                        self._continue_at_end(self._resume, logs)
             except BaseException as error:
                 self._close(error)
                 raise
@@ -300,11 +309,13 @@ class Checkpoints(paddle.callbacks.Callback):  # type: ignore[misc]  # mypy does
         # Paddle loads batches in a thread, some ahead, so the generators of Python and numpy follow from reading them again.
         set_random_state(resume["random"].state_dict()["paddle"])
 
-    def _continue_at_end(self, resume: dict[str, Any]) -> None:
+    def _continue_at_end(self, resume: dict[str, Any], logs: dict[str, Any]) -> None:
         """Continue after an epoch of which all batches were done before the restart. Raises CkptError if it has fewer."""
         if self._read_again < self._position.batch:
             raise CkptError("the data ends before the position of the saved step: give fit the data that it had then")
         self._is_skipping = False
+        if self._position.losses:
+            logs["loss"] = self._position.losses  # in place of those of the skipped batches
         self._continue(resume)
 
 

@@ -78,6 +78,20 @@ class Losses(paddle.callbacks.Callback):
             raise Interrupted
 
 
+class EpochEnds(paddle.callbacks.Callback):
+    """Records the loss at the end of each epoch, and ends the fit at one of them."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        super().__init__()
+        self.found = Seen()
+        self._stop_at = stop_at
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.found.append(f"{epoch} {float(logs['loss'][0]).hex()}")
+        if epoch == self._stop_at:
+            raise Interrupted
+
+
 class Halve(paddle.callbacks.Callback):
     """Halves the learning rate in each epoch, starting from the one that it finds in the first epoch. Counts the epochs."""
 
@@ -109,14 +123,26 @@ def make(width: int = 8) -> paddle.Model:
     return model
 
 
+class Stream(paddle.io.IterableDataset):
+    """Rows without a length."""
+
+    def __iter__(self) -> Any:
+        rows = Rows()
+        return (rows[index] for index in range(len(rows)))
+
+
+def stream() -> paddle.io.DataLoader:
+    return paddle.io.DataLoader(Stream(), batch_size=4)
+
+
 def fit(
-    saving: Any, epochs: int, model: Any = None, stop_after: int | None = None, rows: int = 16, others: Any = (),
-    **more: Any,
+    saving: Any, epochs: int, model: Any = None, stop_after: int | None = None, rows: int = 16, data: Any = None,
+    others: Any = (), **more: Any,
 ) -> Losses:  # fmt: skip
     watch = Losses(stop_after)
     callbacks = [each for each in (watch, *others, saving) if each is not None]
     options = {"epochs": epochs, "batch_size": 4, "verbose": 0} | more
-    (model or make()).fit(Rows(rows), Rows(4), callbacks=callbacks, **options)
+    (model or make()).fit(Rows(rows) if data is None else data, Rows(4), callbacks=callbacks, **options)
     return watch
 
 
@@ -153,6 +179,29 @@ def test_a_fit_that_has_ended_is_not_repeated_and_continues_with_more_epochs(tmp
     assert paddle.rand([1]).item() == after
     monkeypatch.setattr("ckpt.adapters.paddle_fit._urls_of_ended_fits", set())
     assert list(fit(Checkpoints(tmp_path), 3).found) == expected[8:]
+
+
+def test_a_fit_on_data_without_a_length_continues_with_the_next_epoch(tmp_path: Path, monkeypatch: Any) -> None:
+    expected = list(fit(None, 3, data=stream()).found)
+    fit(Checkpoints(tmp_path, every=None), 2, data=stream())
+    monkeypatch.setattr("ckpt.adapters.paddle_fit._urls_of_ended_fits", set())  # as in another process
+    ends = EpochEnds()
+    again = fit(Checkpoints(tmp_path), 3, data=stream(), others=[ends])
+    assert list(again.found) == expected[8:]
+    assert list(again.calls) == ["epoch 2", "eval", "end"]
+    assert [each.split()[0] for each in ends.found] == ["2"]
+
+
+def test_an_epoch_without_a_length_ends_with_its_last_loss_after_a_kill(tmp_path: Path) -> None:
+    whole, resumed, saving = EpochEnds(), EpochEnds(), Checkpoints(tmp_path, every=1)
+    expected = list(fit(None, 2, data=stream(), others=[whole]).found)
+    with pytest.raises(Interrupted):
+        fit(saving, 2, data=stream(), others=[EpochEnds(stop_at=0)])
+    saving._close(None)
+    assert ckpt.open(tmp_path).steps()[-1] == 3
+    again = fit(Checkpoints(tmp_path, every=1), 2, data=stream(), others=[resumed])
+    assert list(again.found) == expected[4:]
+    assert list(resumed.found) == list(whole.found)
 
 
 @pytest.mark.parametrize("stop_after", [7, 10])
