@@ -179,6 +179,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         if not self._is_skipped and self._position.step > self._steps_saved_at_begin:
             if self._position.batch:
                 self._position.epoch, self._position.batch = self._position.epoch + 1, 0
+                self._random_at_epoch = Snapshot.taken()  # with more epochs, the next one begins here
             self._position.ended = True
             self._checkpointer.save_unless_bad(self._position.step - 1, self._fit_state, loss=self._loss)
         self._position.fit += 1
@@ -318,7 +319,8 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         """
         if batch is not None:
             self._restore_metrics(self._model.metrics, resume.metrics)
-        self._restore_callbacks(resume)
+        if not resume.position.ended:  # else the step was saved before the `on_epoch_begin` of this epoch
+            self._restore_callbacks(resume)
         self._position = copy.copy(resume.position)
         self._position.epochs, self._position.ended = self.params["epochs"], False
         self._expected_batch = self._position.batch

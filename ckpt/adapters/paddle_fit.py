@@ -297,7 +297,10 @@ class Checkpoints(paddle.callbacks.Callback):  # type: ignore[misc]  # mypy does
         else:
             log.info("fit continues after step %d, in epoch %d with batch %d", start - 1, position.epoch, position.batch)
             self._first_epoch = position.epoch
-            self._resume = {"metrics": state["metrics"], "callbacks": state["callbacks"], "random": random}
+            self._resume = {
+                "metrics": state["metrics"], "callbacks": state["callbacks"], "random": random,
+                "is_between_epochs": position.ended and not position.batch,
+            }  # fmt: skip
             if asked.num_iters is not None and position.num_iters is not None and position.num_iters_left is not None:
                 self.model.num_iters = position.num_iters_left + asked.num_iters - position.num_iters
         position.epochs, position.num_iters, position.ended = asked.epochs, asked.num_iters, False
@@ -305,7 +308,8 @@ class Checkpoints(paddle.callbacks.Callback):  # type: ignore[misc]  # mypy does
     def _continue(self, resume: dict[str, Any]) -> None:
         """Restore what the start of the fit and the batches that were read have changed."""
         self._resume = None
-        self._others.restore(resume["callbacks"])
+        if not resume["is_between_epochs"]:  # else the step was saved before the `on_epoch_begin` of this epoch
+            self._others.restore(resume["callbacks"])
         # Paddle loads batches in a thread, some ahead, so the generators of Python and numpy follow from reading them again.
         set_random_state(resume["random"].state_dict()["paddle"])
 

@@ -92,11 +92,13 @@ def test_a_fit_that_has_ended_is_not_repeated(tmp_path: Path, restart: Callable[
 
 def test_more_epochs_continue_a_fit(tmp_path: Path) -> None:
     long, longer = Count(), Count()
-    undisturbed = fit(make_model(), Checkpoints(tmp_path / "a", every=100), long, epochs=4)
-    fit(make_model(), Checkpoints(tmp_path / "b", every=100), epochs=2)
-    found = fit(make_model(), Checkpoints(tmp_path / "b", every=100), longer, epochs=4)
+    undisturbed = fit(make_model(), Checkpoints(tmp_path / "a", every=100), long, Halve(), epochs=4)
+    fit(make_model(), Checkpoints(tmp_path / "b", every=100), Halve(), epochs=2)
+    halve = Halve()
+    found = fit(make_model(), Checkpoints(tmp_path / "b", every=100), longer, halve, epochs=4)
     assert longer.losses == long.losses[2 * BATCHES :]
     assert found.history == undisturbed.history
+    assert halve.begun == 4
 
 
 def test_an_interrupted_callback_resumes_when_it_is_used_again(tmp_path: Path) -> None:

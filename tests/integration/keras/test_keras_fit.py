@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import ClassVar
 
@@ -70,3 +73,13 @@ class TestJaxArrays(_FitContract):
 
 class TestJaxSubclassed(_FitContract):
     arguments = ("jax", "subclassed")
+
+
+@pytest.mark.parametrize(("backend", "kind"), [("torch", "arrays"), ("jax", "arrays")])
+def test_more_epochs_continue_with_the_losses_of_one_longer_fit(tmp_path: Path, backend: str, kind: str) -> None:
+    for name, epochs in (("a", "4"), ("b", "2"), ("b", "4")):
+        command = [sys.executable, str(PROGRAM), str(tmp_path / name), str(tmp_path / f"{name}.log"), backend, kind]
+        done = subprocess.run(command, env=os.environ | {"EPOCHS": epochs}, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+    for suffix in ("log", "history"):
+        assert (tmp_path / f"b.{suffix}").read_text() == (tmp_path / f"a.{suffix}").read_text()

@@ -167,8 +167,8 @@ def test_what_a_callback_sets_in_the_first_epoch_is_restored(tmp_path: Path) -> 
 
 
 def test_a_fit_that_has_ended_is_not_repeated_and_continues_with_more_epochs(tmp_path: Path, monkeypatch: Any) -> None:
-    expected = list(fit(None, 3).found)
-    assert list(fit(Checkpoints(tmp_path, every=None), 2).found) == expected[:8]
+    expected = list(fit(None, 3, others=[Halve()]).found)
+    assert list(fit(Checkpoints(tmp_path, every=None), 2, others=[Halve()]).found) == expected[:8]
     after = paddle.rand([1]).item()
     assert ckpt.open(tmp_path).steps() == [7]
     with refused(InvalidArgument, "has ended in this process", "a URL of its own"):
@@ -178,7 +178,9 @@ def test_a_fit_that_has_ended_is_not_repeated_and_continues_with_more_epochs(tmp
     assert (list(again.found), list(again.calls)) == ([], ["end"])
     assert paddle.rand([1]).item() == after
     monkeypatch.setattr("ckpt.adapters.paddle_fit._urls_of_ended_fits", set())
-    assert list(fit(Checkpoints(tmp_path), 3).found) == expected[8:]
+    halve = Halve()
+    assert list(fit(Checkpoints(tmp_path), 3, others=[halve]).found) == expected[8:]
+    assert halve.begun == 3
 
 
 def test_a_fit_on_data_without_a_length_continues_with_the_next_epoch(tmp_path: Path, monkeypatch: Any) -> None:
