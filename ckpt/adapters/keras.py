@@ -46,6 +46,8 @@ class _Position:
     epochs: int = 0
     """The argument `epochs` of the fit."""
     ended: bool = False
+    pass_epoch: int | None = None
+    """The epoch at whose start `random_at_fit` was taken, if a pass over the data takes several epochs."""
 
 
 @dataclass(frozen=True)
@@ -288,6 +290,8 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         resume, self._resume = self._resume, None
         if resume is None:
             self._random_at_epoch = Snapshot.taken()
+            if keras_fit.begins_pass(iterator):
+                self._random_at_fit, self._position.pass_epoch = self._random_at_epoch, self._position.epoch
             yield from original()
             return
         saved, batch, read = resume.position, None, 0
@@ -306,9 +310,14 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         """Return the batches of the resumed epoch, in the order that they had when the step was saved."""
         self._random_at_fit, self._random_at_epoch = resume.random_at_fit, resume.random_at_epoch
         if not keras_fit.order_follows_global_generators(iterator):
-            resume.random_at_fit.set()
-            for _ in range(resume.position.epoch - self._first_epoch):
+            saved = resume.position
+            pass_epoch = self._first_epoch if saved.pass_epoch is None else saved.pass_epoch
+            for epoch in range(self._first_epoch, saved.epoch):
+                if epoch == pass_epoch:
+                    resume.random_at_fit.set()
                 keras_fit.read_epoch(iterator, original)
+            if keras_fit.begins_pass(iterator):
+                self._random_at_fit, saved.pass_epoch = resume.random_at_epoch, saved.epoch
         resume.random_at_epoch.set()
         return original()
 

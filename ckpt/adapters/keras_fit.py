@@ -115,6 +115,17 @@ def order_follows_global_generators(iterator: Any) -> bool:
     return not adapter._shuffle or keras.backend.backend() in ("torch", "jax")
 
 
+def begins_pass(iterator: Any) -> bool:
+    """Return whether the next epoch begins a pass over arrays that takes several epochs.
+
+    Only on torch: dropout draws from the generator from which the order of a pass follows.
+    """
+    if keras.backend.backend() != "torch" or iterator.steps_per_epoch is None:
+        return False
+    is_new = iterator._current_iterator is None or not iterator._steps_seen
+    return is_new and type(iterator.data_adapter).__name__ == "ArrayDataAdapter"
+
+
 def warn_of_random_order(iterator: Any) -> None:
     """Warn where tensorflow shuffles arrays in an order that another run of the script does not repeat."""
     adapter = iterator.data_adapter

@@ -19,12 +19,13 @@ PROGRAM = Path(__file__).parent / "train.py"
 class _FitContract(ResumeContract):
     program = PROGRAM
     kill_after: ClassVar = (6, 20)
+    epochs = 4
 
     def test_a_killed_training_has_the_losses_of_an_undisturbed_one(self, tmp_path: Path) -> None:
         super().test_a_killed_training_has_the_losses_of_an_undisturbed_one(tmp_path)
         undisturbed, resumed = (json.loads((tmp_path / f"{name}.history").read_text()) for name in "ab")
         assert resumed == undisturbed
-        assert resumed["epochs"] == [0, 1, 2, 3]
+        assert resumed["epochs"] == list(range(self.epochs))
         assert {"loss", "mae", "val_loss", "learning_rate"} <= resumed.keys()
 
 
@@ -69,6 +70,14 @@ class TestTorchLoader(_FitContract):
 
 class TestJaxArrays(_FitContract):
     arguments = ("jax", "arrays")
+
+
+class TestTorchPasses(_FitContract):
+    """An epoch is half of a pass. The kills are in the second half of the second and of the third pass."""
+
+    arguments = ("torch", "passes")
+    kill_after = (14, 22)
+    epochs = 6
 
 
 class TestJaxSubclassed(_FitContract):
