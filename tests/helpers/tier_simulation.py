@@ -217,7 +217,7 @@ class TierSimulation:
     def _save(self, tiers: TierManager, step: int) -> None:
         process = process_of(current_actor_name())
         self._abandon_later_saves(tiers)
-        handle = tiers.save(step, {}, Options(overwrite=True), False, False)
+        handle, _ = tiers.save(step, {}, Options(overwrite=True), False, False)
         if handle.error() is None and self._is_newest(tiers):
             self._newest = Acknowledged.of(handle.checkpoint().commit)
             self._acknowledged.add(self._newest.save_order)
