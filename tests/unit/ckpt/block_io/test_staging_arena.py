@@ -97,7 +97,7 @@ def test_two_threads_prepare_an_arena_at_once_without_a_deadlock(monkeypatch):
 
     def prepare(*args):
         if threading.current_thread() is started[0]:
-            assert calls_ended.wait(60)
+            assert calls_ended.wait(300)
         ArenaPool._prepare(pool, *args)
 
     monkeypatch.setattr(staging_arena, "try_start", start)
@@ -106,10 +106,10 @@ def test_two_threads_prepare_an_arena_at_once_without_a_deadlock(monkeypatch):
     for caller in callers:
         caller.start()
     for caller in callers:
-        caller.join(60)
+        caller.join(300)
     calls_ended.set()
     for thread in started:
-        thread.join(10)
+        thread.join(300)
     assert not any(thread.is_alive() for thread in started)
     assert pool.borrow(100_000).capacity_bytes >= 100_000
     pool.clear()
