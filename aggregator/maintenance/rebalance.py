@@ -89,11 +89,8 @@ def remove_member(
             f"without {member} {format_count(len(remaining), 'member')} can be reached, and {redundancy} needs "
             f"{redundancy.total_fragments}; start the others, or add a member to the URL, or use less redundancy"
         )
-    damaged_records: dict[str, str] = {}
-    try:
-        change_ring(namespace, remaining, member, is_destroyed)  # from now on no writer uses this member
-    except RecordsNotMoved as error:  # the files of the other records can still move
-        damaged_records["the records"] = str(error)
+    # From now on no writer uses this member.
+    damaged_records = _failures_of(lambda: change_ring(namespace, remaining, member, is_destroyed))
     done, empty_rounds = RepairReport(), 0  # `done` is the report of all rounds
     while member in answers and not is_destroyed and empty_rounds < 2:  # files that were being written may still appear
         moved = _move_off(namespace, member, progress)
@@ -127,11 +124,8 @@ def rebalance_fragments(
     namespace.update_domains(namespace.commit_timeout_seconds, wait_for_all=True)
     every = {m.name: m for m in (*namespace.ring.members, *(m.location for m in namespace.config.members))}
     locations = namespace.with_known_domains(every.values())
-    damaged_records: dict[str, str] = {}
-    try:
-        change_ring(namespace, locations, tolerated_losses=namespace.config.redundancy.tolerated_losses)
-    except RecordsNotMoved as error:  # the files of the other records can still move
-        damaged_records["the records"] = str(error)
+    tolerated_losses = namespace.config.redundancy.tolerated_losses
+    damaged_records = _failures_of(lambda: change_ring(namespace, locations, tolerated_losses=tolerated_losses))
     namespace.set_locations(locations)
 
     def members_to_leave(layout: FileLayout, index: int, version: str) -> set[str]:
@@ -142,6 +136,15 @@ def rebalance_fragments(
 
     moved = _move_fragments(namespace, members_to_leave, set(), progress, on_planned_bytes)
     return replace(moved, failed={**moved.failed, **damaged_records})
+
+
+def _failures_of(change: Callable[[], object]) -> dict[str, str]:
+    """Change the ring; return the failure to report if damaged records did not move. The files of the others can still move."""
+    try:
+        change()
+    except RecordsNotMoved as error:
+        return {"the records": str(error)}
+    return {}
 
 
 def _move_fragments(

@@ -187,7 +187,7 @@ def _absolute(url: str) -> str:
 
 def _repository_name(path: str | os.PathLike[str]) -> str:
     """Return a name for the repository of a path, which differs between paths with the same last part."""
-    text = os.path.abspath(path) if "://" not in os.fspath(path) else os.fspath(path)
+    text = _absolute(os.fspath(path))
     return f"{re.sub('[^A-Za-z0-9._-]', '_', os.path.basename(text))}-{zlib.crc32(text.encode()):08x}"
 
 

@@ -94,10 +94,17 @@ def is_alive(process: ProcessIdentity, observer: ProcessIdentity) -> bool | None
         return None
     if process.started or observer.started:
         return process_start_ticks(process.pid, raise_unreadable=True) == process.started
+    if process_exists(process.pid):  # without /proc, any process with this number counts as the same one
+        return True
+    return False if observer.boot else None
+
+
+def process_exists(pid: int) -> bool:
+    """Return whether a process of this host has this number."""
     try:
-        os.kill(process.pid, 0)  # without /proc, any process with this number counts as the same one
+        os.kill(pid, 0)
     except ProcessLookupError:
-        return False if observer.boot else None
+        return False
     except PermissionError:
         pass
     return True

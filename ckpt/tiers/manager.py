@@ -178,7 +178,8 @@ class TierManager:
 
     def is_due_by_number(self, step: int, step_before: int | None = None) -> bool:
         """Return whether a further tier gets this step because of its number. Tiers with an interval of time do not count."""
-        return bool([tier for tier in self._open_tiers[1:] if tier.reaches(step, step_before)])
+        reached = [tier.reaches(step, step_before) for tier in self._open_tiers[1:]]  # each tier notes the step
+        return any(reached)
 
     def save(self, step: int, state: Any, options: Options, blocking: bool, all_tiers: bool) -> BegunSave:
         """Save to the nearest tier that can take the step, and return what `save_after_failure` returns.

@@ -329,29 +329,20 @@ def _look_up() -> None:
     if path := os.environ.get(PAGE_VARIABLE):
         try:
             found = HeartbeatPage(path)
-            before = found.read().pid
-            has_ended = before not in (0, os.getpid()) and not _is_process(before)
-            if has_ended:
+            if (before := found.read().pid) not in (0, os.getpid()):
+                from ckpt.groups.process_identity import process_exists  # seldom needed
+
+                if process_exists(before):  # this is a helper process that a rank has started
+                    _is_looked_up = True
+                    return
                 found.take_over()
-            if has_ended or before in (0, os.getpid()):  # otherwise this is a helper process that a rank has started
-                _own_page = found
-                _own_page.attach_process()
+            _own_page = found
+            _own_page.attach_process()
         except (FileNotFoundError, ValueError):  # the page belonged to a job that has ended
             pass
         except OSError:  # e.g. too many open files now: the next call tries again
             return
     _is_looked_up = True
-
-
-def _is_process(pid: int) -> bool:
-    """Return whether a process has this number."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def reset_after_fork() -> None:
