@@ -5,10 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from ckpt.storage.base.errors import StoreError
+
+_PAUSE_SECONDS = 0.001
+"""How often a fork, and a call that waits for its end, look again."""
 
 
 def call_in_forked_child(call: Callable[[], object]) -> None:
@@ -39,41 +43,38 @@ class ForkGate:
 
     def __init__(self, seconds: float = 10.0) -> None:
         self._seconds = seconds
-        self._changed = threading.Condition()
-        """Guards `_call_count` and `_is_forking`. Notified when one of them changes."""
-        self._call_count = 0
-        self._is_forking = False
-        _free_in_forked_child(self._changed)
+        # Used without a lock, as each call of a set is atomic: a fork would wait for that lock, too.
+        self._calls: set[object] = set()
+        self._forking_threads: set[int] = set()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(before=self._close, after_in_parent=self._open, after_in_child=self._begin_in_child)
 
     @contextmanager
     def no_fork(self) -> Iterator[None]:
-        """Wait until no thread forks, and let none fork during the block. The block must not fork or enter another one."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_forking)
-            self._call_count += 1
+        """Wait until no thread forks, and let none fork during the block. The block must not fork."""
+        call = object()
         try:
+            self._calls.add(call)  # before the look, so that a fork that begins now waits
+            while self._forking_threads:
+                self._calls.discard(call)
+                time.sleep(_PAUSE_SECONDS)
+                self._calls.add(call)
             yield
         finally:
-            with self._changed:
-                self._call_count -= 1
-                self._changed.notify_all()
+            self._calls.discard(call)
 
     def _close(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_forking)  # two threads may fork at once
-            self._is_forking = True
-            self._changed.wait_for(lambda: not self._call_count, self._seconds)
+        self._forking_threads.add(threading.get_ident())
+        until = time.monotonic() + self._seconds
+        while self._calls and time.monotonic() < until:
+            time.sleep(_PAUSE_SECONDS)
 
     def _open(self) -> None:
-        with self._changed:
-            self._is_forking = False
-            self._changed.notify_all()
+        self._forking_threads.discard(threading.get_ident())
 
     def _begin_in_child(self) -> None:
-        with self._changed:
-            self._call_count, self._is_forking = 0, False
+        self._calls.clear()
+        self._forking_threads.clear()
 
 
 _libraries: list[ThreadedLibrary] = []
