@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from ckpt.repository.repository import Repository
-from ckpt.storage.base.errors import CkptError
+from ckpt.storage.base.errors import CkptError, StoreError
 from ckpt.tiers.open_tier import OpenTier, publish_durable
 
 log = logging.getLogger("ckpt")
@@ -51,6 +52,15 @@ def _find_earlier_step(
     # `nearer` is empty once the memories of earlier attempts are released and no tier is open.
     newest = max((repo.newest(has_due_number) for repo in nearer), default=newest_in_tier)
     return newest if newest > newest_in_tier and (restored is None or newest <= restored) else None
+
+
+def newest_step_of(tiers: Sequence[OpenTier], read_only: Iterable[Repository]) -> tuple[int, int]:
+    """Return line and number of the newest step of the tiers and of those read-only repositories that can be read now."""
+    found = [tier.session.repo.newest() for tier in tiers]
+    for repo in read_only:
+        with suppress(StoreError):  # what can't be read now stays there; `offer_earlier_steps` has logged it
+            found.append(repo.newest())
+    return max(found)
 
 
 def warn_of_unpromoted_step(main_repo: Repository, newest: tuple[int, int]) -> None:

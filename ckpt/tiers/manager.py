@@ -39,7 +39,7 @@ from ckpt.storage.base.store import Store
 from ckpt.support.user_warning import warn_user
 from ckpt.tiers.background_copier import BackgroundCopier
 from ckpt.tiers.copy_check import remove_damaged_copies
-from ckpt.tiers.earlier_steps import offer_earlier_steps, warn_of_unpromoted_step
+from ckpt.tiers.earlier_steps import newest_step_of, offer_earlier_steps, warn_of_unpromoted_step
 from ckpt.tiers.freed_memory import free_memory, remove_freed_commits
 from ckpt.tiers.open_tier import OpenTier, can_fall_through, cancel_promotion, next_tier, publish_durable, require_end_of
 from ckpt.tiers.previous_memory import previous_memories
@@ -386,11 +386,7 @@ class TierManager:
             return -1
         newest = self._line_and_step
         if newest is None:
-            found = [tier.session.repo.newest() for tier in self._open_tiers]
-            for repo in [*self._read_only_tiers, *self._previous_memories]:
-                with suppress(StoreError):  # what can't be read now stays there; `catch_up` has logged it
-                    found.append(repo.newest())
-            newest = max(found)
+            newest = newest_step_of(self._open_tiers, [*self._read_only_tiers, *self._previous_memories])
         step = newest[1]
         if step >= 0 and not self._is_newest_in_main_repo:
             last_tier.copier.offer(step, newest[0])

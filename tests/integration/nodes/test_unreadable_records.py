@@ -15,6 +15,7 @@ from helpers.nodes import directories
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance.repair_leader import RepairLeader
+from ckpt.aggregator.placement.rendezvous_hash import choose_members
 from ckpt.storage.base.errors import Unavailable
 from ckpt.storage.testing import random_bytes
 
@@ -161,10 +162,13 @@ def test_the_other_files_are_moved(
         file = namespace.stat(path)
         assert file is not None
         assert file.layout is not None
-        assert command == "rebalance" or "disk1" not in {o.member for o in file.layout.objects}
         assert namespace.get(path) == random_bytes(100_000, number + 1)
-    kept = {o.member for path in paths if (file := namespace.stat(path)) and file.layout for o in file.layout.objects}
-    assert kept == {f"disk{i}" for i in range(4)} - ({"disk1"} if command != "rebalance" else set())
+        members = {o.member for o in file.layout.objects}
+        if command == "rebalance":
+            (stripe,) = file.layout.stripes
+            assert members == set(choose_members(f"{file.head.version}/0", namespace.locations, len(stripe.fragments)))
+        else:
+            assert "disk1" not in members
     assert len(before & objects_of(tmp_path)) >= 2, "those of the unreadable file"
     namespace.close()
 
