@@ -190,8 +190,8 @@ class _NewObjects:
         self._size_hint = size_hint
         self._path = path
         self._lock = threading.Lock()
-        """Guards `_opening`. Guards changes of `objects`. The lock of a member in `_opening` guards its entry in `_writers`; to
-        `failed`, threads only add names."""
+        """Guards `_opening` and changes of `objects`. The lock `_opening[member]` guards `_writers[member]`. `failed` only
+        grows."""
         self._writers: dict[str, tuple[int, Writer]] = {}
         self._opening: dict[str, threading.Lock] = {}
         self.objects = list(layout.objects)

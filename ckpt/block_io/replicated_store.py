@@ -207,7 +207,7 @@ def clear_bad(url: str, name: str) -> None:
 
 
 def remove_bad_copies(store: Store, is_intact: Callable[[Store, str], bool]) -> list[str]:
-    """Delete bad copies, except in the last store, and return their URLs.
+    """Delete bad copies, except in the last store, and return the URLs of those that were deleted.
 
     Steps of that tier that need a deleted file count as damaged from then on: no later step refers to their blocks, and a load
     does not choose them.
@@ -224,8 +224,8 @@ def remove_bad_copies(store: Store, is_intact: Callable[[Store, str], bool]) -> 
             if length is None or any(_file_length(other, name) == length and is_intact(other, name) for other in others):
                 if length is not None:
                     copy.delete([name])
+                    removed.append(f"{copy.url}/{name}")
                 clear_bad(copy.url, name)
-                removed.append(f"{copy.url}/{name}")
     return removed
 
 

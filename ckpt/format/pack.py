@@ -114,7 +114,10 @@ class PackWriter:
         return pack.name, position
 
     def _create(self, name: str) -> Writer:
-        """Return the writer of a new pack. Needs `_lock`."""
+        """Return the writer of a new pack. Needs `_lock`, so other threads wait while `make_room` deletes files.
+
+        Raises NoSpace if there is not enough space for it, also after `make_room`.
+        """
         nbytes = min(self._expected_bytes, PACK_BYTES)
         try:
             return self._store.create(name, nbytes)

@@ -114,10 +114,14 @@ class Stager:
         """
         self._stage(deferred.numbers, deferred.samples, with_digests=True)
         eager_staged.wait()
-        if (changed := deferred.first_changed_name()) is not None:
-            self._failure.report(changed_error(changed, self._plan.step))
-        when_staged()
-        self._staged.end()
+        try:
+            if (changed := deferred.first_changed_name()) is not None:
+                self._failure.report(changed_error(changed, self._plan.step))
+        except BaseException as error:  # for example, a lack of memory
+            self._failure.report(error)
+        finally:
+            when_staged()
+            self._staged.end()
 
     def _stage(
         self, numbers: Iterable[int], samples: Mapping[int, BlockSample] | None = None, with_digests: bool = False

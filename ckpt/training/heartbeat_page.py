@@ -126,11 +126,14 @@ class HeartbeatPage:
         return True
 
     def publish_committed(self, step: int, line: int = 0) -> None:
-        """Publish that a step is committed. On a new training line it is the newest, whatever its number."""
+        """Publish that a step is committed. On a new training line it is the newest, whatever its number.
+
+        A save that was still running when the loop went back belongs to an earlier line, and is not published any more.
+        """
         if line > self._fields[_LINE]:
-            self._fields[_COMMITTED] = step
+            self._fields[_COMMITTED] = step  # before the line, which `read` reads first
             self._fields[_LINE] = line
-        elif step > self._fields[_COMMITTED]:
+        elif line == self._fields[_LINE] and step > self._fields[_COMMITTED]:
             self._fields[_COMMITTED] = step
 
     def publish_durable(self, step: int) -> None:
@@ -148,7 +151,7 @@ class HeartbeatPage:
         # After a roll-back, the durable steps above are abandoned, and say nothing about the new steps of these numbers.
         self._fields[_DURABLE] = min(self._fields[_DURABLE], self._fields[_RESTORED])
         self._fields[_TROUBLE] = _TROUBLES.index("")  # an earlier error did not prevent the restore
-        self.publish_committed(step)
+        self.publish_committed(step, self._fields[_LINE])
 
     def publish_loss(self, loss: float) -> None:
         """Publish the loss of the newest step that has one."""
@@ -249,6 +252,7 @@ class HeartbeatPage:
     def read(self) -> RankHeartbeat:
         """Return what the rank has published."""
         fields, floats = self._fields, self._floats
+        line = fields[_LINE]  # before the committed step: the step of an earlier line never counts as one of a later line
         phase = fields[_PHASE]
         bad = None
         if (step := fields[_BAD_STEP]) >= 0:
@@ -269,7 +273,7 @@ class HeartbeatPage:
             ended=bool(fields[_ENDED]),
             sigterm_at=fields[_SIGTERM_AT] / 1e9,
             durable=fields[_DURABLE],
-            line=fields[_LINE],
+            line=line,
         )
 
     def publish_ended(self) -> None:

@@ -193,7 +193,10 @@ class HostLease:
                 pause = _TICK_SECONDS
 
     def _check_contact(self) -> float:
-        """Send a heartbeat to the orphan guard, end the ranks if contact is lost; return the seconds until the next call."""
+        """Send a heartbeat to the orphan guard, end the ranks if contact is lost; return the seconds until the next call.
+
+        While no other host has a report, none can continue without this one, so its ranks run on.
+        """
         with self._lock:
             contact, is_suspended = self._contact, self._hang is not None
         if is_suspended:

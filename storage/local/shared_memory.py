@@ -8,11 +8,17 @@ as fast (benchmarks/tiers.py).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
+from typing import TypeVar
 
+from ckpt.storage.base.errors import NoSpace
+from ckpt.storage.base.store import Buffer
 from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.local.durable_writer import LocalWriter, temporary_name
+
+T = TypeVar("T")
 
 REUSED_SUFFIX = ".pack"
 """The files whose memory is reused have this suffix."""
@@ -28,10 +34,30 @@ class MemoryStore(LocalStore):
     def create(self, name: str, size_hint: int = 0) -> LocalWriter:
         path = self._path(name)
         reuse = self.reuse_spare if name.endswith(REUSED_SUFFIX) else None
-        return self._create_file(path, lambda: LocalWriter(path, size_hint, direct=False, reuse=reuse), LocalWriter.abort)
+
+        def create() -> LocalWriter:
+            return self._create_file(path, lambda: LocalWriter(path, size_hint, direct=False, reuse=reuse), LocalWriter.abort)
+
+        return self._with_spares_as_room(create)
+
+    def _write_temporary(self, name: str, data: Buffer) -> tuple[str, str]:
+        return self._with_spares_as_room(partial(super()._write_temporary, name, data))
+
+    def _with_spares_as_room(self, write: Callable[[], T]) -> T:
+        """Return what `write` returns. If there is no space left, delete the spare files, and call it once more."""
+        try:
+            return write()
+        except NoSpace:
+            if not (spares := self._list_spares()):
+                raise
+            self._remove_spares(spares)
+            return write()
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete objects. Packs become spare files and replace earlier ones, so only those of one call are kept."""
+        """Delete objects. Packs become spare files and replace earlier ones, so only those of one call are kept.
+
+        Their memory is free for others after the next such delete, after `sweep_temporaries("")`, or when space is short.
+        """
         names = list(names)
         before = self._list_spares() if any(name.endswith(REUSED_SUFFIX) for name in names) else []
         super().delete(names)

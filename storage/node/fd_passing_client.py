@@ -50,8 +50,15 @@ class FdPassingClient:
         key: the key of the upload, which the node has created.
         size_hint: the bytes that the node has reserved.
         where: the URL of the object, for messages.
+
+        Raises what `descriptors` raises; the upload is then discarded.
         """
-        answer = self._request("append", key)
+        try:
+            answer = self._request("append", key)
+        except BaseException:
+            with suppress(CkptError):  # the node discards the upload when its lease expires
+                self._store.call("abort", key)
+            raise
         if answer is None:
             return None
         address, found = answer

@@ -15,7 +15,11 @@ def read_only_error() -> Refused:
 
 
 class RegisterVerbs:
-    """Answers the verbs `registers.*`, each by the method `_verb_registers_*`. If read-only, it refuses all changes."""
+    """Answers the verbs `registers.*`, each by the method `_verb_registers_*`. If read-only, it refuses all changes.
+
+    Three verbs have older names than the methods of Registers: `anew` is `reset`, `complete` is `mark_complete`, and `join` is
+    `join_ring`.
+    """
 
     def __init__(self, registers: Registers, read_only: bool) -> None:
         self._registers = registers

@@ -20,7 +20,7 @@ import pyarrow.flight as flight
 
 from ckpt.storage.base.buffer_pool import BufferPool
 from ckpt.storage.base.checksums import transfer_digest
-from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NoSpace, NotFound, StoreError, Unavailable
+from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NotFound, StoreError, Unavailable
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.store import check_name
 from ckpt.storage.base.threads import start_or_raise
@@ -32,7 +32,7 @@ from ckpt.storage.node.inventory_verbs import InventoryVerbs
 from ckpt.storage.node.outgoing_object import OutgoingObject
 from ckpt.storage.node.register_verbs import RegisterVerbs, read_only_error
 from ckpt.storage.node.token_check import TokenCheck
-from ckpt.storage.node.upload_leases import FULL_ADVICE, SHUTTING_DOWN, UploadLeases
+from ckpt.storage.node.upload_leases import SHUTTING_DOWN, UploadLeases
 
 log = logging.getLogger("ckpt.node")
 
@@ -282,9 +282,8 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
 
     def _verb_put(self, name: str, data: bytes, new: bool) -> None:
         self._require_writable()
-        if len(data) > (free := self.uploads.free_bytes()):
-            raise NoSpace(f"{name} of {len(data)} bytes does not fit: {free} bytes are free on this node; {FULL_ADVICE}")
-        (self._device.store.put_new if new else self._device.store.put)(name, data)
+        with self.uploads.reserved(name, len(data)):
+            (self._device.store.put_new if new else self._device.store.put)(name, data)
 
     def _verb_create(self, name: str, size_hint: int) -> str:
         self._require_writable()
@@ -328,7 +327,7 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
         self._device.store.delete(names)
 
     def _verb_sweep(self, prefix: str) -> None:
-        """Do nothing: temporary files belong to uploads of this node, which deletes them when they expire."""
+        """Do nothing; clients of earlier versions call it. Temporary files are deleted when their uploads expire."""
 
     def _verb_verify(self, name: str, ranges: list[Any]) -> list[int]:
         """Read ranges on the node, and return the indices of the damaged ones."""

@@ -29,7 +29,7 @@ class LeasedUpload:
         """The end of the last append over the wire, rounded up to the start of the next one."""
         self.reserve_lock = threading.Lock()
         """Taken while space is reserved, so that the calls of one upload do so one after the other. Guards changes of
-        `reserved_bytes` and `appended_bytes`."""
+        `appended_bytes`, and, together with the lock of UploadLeases, of `reserved_bytes`."""
         self.touched_at = time.monotonic()
         self.active_calls = 0  # the number of calls that use the writer now
 
@@ -52,7 +52,7 @@ class UploadLeases:
         when a call of an upload ends."""
         self._uploads: dict[str, LeasedUpload] = {}
         self._unlisted_bytes: dict[str, int] = {}
-        """The reserved bytes of each upload whose file is being created, committed or discarded."""
+        """The reserved bytes of each object that is being put, and of each upload whose file is being created or ended."""
         self._is_closed = False
 
     def create(self, name: str, size_hint: int) -> str:
@@ -60,26 +60,34 @@ class UploadLeases:
 
         Raises NoSpace if it needs more space than other uploads have left, and Unavailable while the node shuts down.
         """
-        with self._changed:
-            if self._is_closed:
-                raise Unavailable(SHUTTING_DOWN)
-            free = self._free_bytes()
-            if size_hint > free:
-                raise NoSpace(f"{name} of {size_hint} bytes does not fit: {free} bytes are free on this node; {FULL_ADVICE}")
-            key = secrets.token_hex(16)
-            self._unlisted_bytes[key] = size_hint
-        try:
+        with self.reserved(name, size_hint) as key:
             upload = LeasedUpload(name, self._store.create(name, size_hint), size_hint)
             with self._changed:
                 if not self._is_closed:
                     self._uploads[key] = upload
                     del self._unlisted_bytes[key]
                     return key
+        upload.writer.abort()
+        raise Unavailable(SHUTTING_DOWN)
+
+    @contextmanager
+    def reserved(self, name: str, nbytes: int) -> Iterator[str]:
+        """A context in which these bytes count as reserved for an object, under the key that it gives.
+
+        Raises NoSpace if they do not fit, and Unavailable while the node shuts down.
+        """
+        key = secrets.token_hex(16)
+        with self._changed:
+            if self._is_closed:
+                raise Unavailable(SHUTTING_DOWN)
+            if nbytes > (free := self._free_bytes()):
+                raise NoSpace(f"{name} of {nbytes} bytes does not fit: {free} bytes are free on this node; {FULL_ADVICE}")
+            self._unlisted_bytes[key] = nbytes
+        try:
+            yield key
         finally:
             with self._changed:
                 self._unlisted_bytes.pop(key, None)
-        upload.writer.abort()
-        raise Unavailable(SHUTTING_DOWN)
 
     def append(self, key: str, data: memoryview) -> int:
         """Append to an upload, and return the position of the data in the object. Raises NotFound and NoSpace."""
@@ -123,23 +131,25 @@ class UploadLeases:
             return before
         with self._changed:
             free = self._free_bytes()
-            upload.reserved_bytes = max(needed_bytes, min(requested_bytes, before + free))
-        try:
             if needed_bytes > before + free:
                 raise NoSpace(
                     f"{needed_bytes - before} more bytes of {upload.name} do not fit: {free} are free on this "
                     f"node; {FULL_ADVICE}"
                 )
+            upload.reserved_bytes = max(needed_bytes, min(requested_bytes, before + free))
+        try:
             return self._reserve_file(upload, needed_bytes)
         except BaseException:
-            upload.reserved_bytes = before
+            with self._changed:
+                upload.reserved_bytes = before
             raise
 
     def _reserve_file(self, upload: LeasedUpload, needed_bytes: int) -> int:
         try:
             upload.writer.reserve(upload.reserved_bytes)
         except NoSpace:
-            upload.reserved_bytes = needed_bytes
+            with self._changed:
+                upload.reserved_bytes = needed_bytes
             upload.writer.reserve(needed_bytes)
         return upload.reserved_bytes
 

@@ -22,6 +22,7 @@ import ckpt
 from ckpt import checkpointer
 from ckpt.saving.block_plan import LeafSpec, plan_blocks, stage_block
 from ckpt.saving.change_detection import first_changed_leaf, sample_block
+from ckpt.saving.deferred_blocks import DeferredBlocks
 from ckpt.state.leaves.numpy import NumpyLeaf
 
 torch = pytest.importorskip("torch")
@@ -164,6 +165,26 @@ def test_other_changes_of_attached_memory_fail_the_save(tmp_path: Path, change: 
     assert_equal(ckpt.load(tmp_path)["model"], copy_of(model))
     assert ckpt.open(tmp_path).steps() == [0, 2]
     assert_clean(tmp_path, folders=False)
+
+
+def test_a_save_whose_comparison_of_attached_memory_fails_ends_with_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writers would wait without end for further blocks."""
+    model, optimizer = model_and_optimizer()
+    saver = ckpt.Checkpointer(tmp_path)
+    saver.attach(optimizer)
+
+    def fail(deferred: DeferredBlocks) -> None:
+        raise MemoryError("no memory is left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DeferredBlocks, "first_changed_name", fail)
+        with pytest.raises(MemoryError, match="no memory is left"):
+            saver.save(0, {"model": model}).result(timeout=300)
+    saver.save(1, {"model": model})
+    saver.close()
+    assert ckpt.open(tmp_path).steps() == [1]
 
 
 def test_attached_memory_that_is_not_contiguous_is_copied_before_save_returns(tmp_path: Path) -> None:

@@ -31,6 +31,20 @@ def test_a_heartbeat_page_is_read_by_another_process(tmp_path: Path) -> None:
     assert abs(time.monotonic() - beat.since) < 60
 
 
+def test_a_late_commit_of_an_earlier_line_does_not_count_on_a_later_one(tmp_path: Path) -> None:
+    """A save was still running when the loop went back. Its step would hide the progress of the new line."""
+    page = HeartbeatPage(tmp_path / "p", new=True)
+    page.publish_committed(100, 0)
+    page.publish_committed(60, 1)
+    page.publish_committed(110, 0)
+    assert (page.read().committed, page.read().line) == (60, 1)
+    page.publish_committed(70, 1)
+    page.publish_restored(65, again=True)
+    assert (page.read().committed, page.read().line) == (70, 1)
+    page.publish_restored(80)
+    assert (page.read().committed, page.read().line) == (80, 1)
+
+
 def test_a_run_log_is_to_be_removed_only_if_it_is_no_database(tmp_path: Path) -> None:
     """A full disk or a read error is no reason to delete it: it contains the decisions of the run."""
     (tmp_path / "run.sqlite").write_bytes(b"no database" * 1000)

@@ -14,6 +14,7 @@ from helpers.flipped_bits import flip_bit
 from helpers.node_fixtures import DATA, bytes_by_way, files, open_objects, open_objects_now
 from helpers.node_fixtures import local_node as local_node
 from helpers.node_fixtures import node as node
+from helpers.node_fixtures import store as store
 from helpers.nodes import LocalNode, NodeProcess, nodes_config, quick
 from helpers.whole_namespaces import require_whole
 from hypothesis import given, settings
@@ -29,7 +30,7 @@ from ckpt.storage.local.durable_writer import LocalWriter
 from ckpt.storage.node import wire
 from ckpt.storage.node.client import NodeStore
 from ckpt.storage.node.server import NodeOptions
-from ckpt.storage.node.upload_leases import UploadLeases
+from ckpt.storage.node.upload_leases import LeasedUpload, UploadLeases
 from ckpt.storage.testing import read_range, write_object
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets of abstract names are Linux's")
@@ -149,6 +150,40 @@ def test_an_upload_whose_file_is_not_created_reserves_nothing(tmp_path: Path) ->
     with pytest.raises(StoreError):
         uploads.create("f/a", 80)
     assert uploads.create("b", 80)
+
+
+class _WatchedUpload(LeasedUpload):
+    """An upload that records each reservation."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "reserved_bytes":
+            self.__dict__.setdefault("recorded", []).append(value)
+        super().__setattr__(name, value)
+
+
+def test_a_refused_reservation_takes_no_space_from_others(tmp_path: Path) -> None:
+    """Not even for a moment, in which a small file of another client would be refused."""
+    uploads = UploadLeases(LocalStore(tmp_path), lambda promised: 100 - promised, 60.0)
+    key = uploads.create("a", 10)
+    upload = uploads._uploads[key]
+    upload.__class__ = _WatchedUpload
+    with pytest.raises(NoSpace, match="do not fit"):
+        uploads.reserve(key, 200, 400)
+    assert "recorded" not in upload.__dict__
+    assert uploads.reserve(key, 20, 30) == 30
+    assert upload.__dict__["recorded"] == [30]
+
+
+def test_an_upload_whose_descriptors_do_not_arrive_is_discarded(
+    local_node: LocalNode, store: NodeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def time_out(*arguments: object) -> None:
+        raise Unavailable("the node did not open the file")
+
+    monkeypatch.setattr(store._fd_client, "_request", time_out)
+    with pytest.raises(Unavailable, match="did not open"):
+        store.create("a", 1000)
+    assert len(local_node.server.uploads) == 0
 
 
 VERBS = st.sampled_from(["create", "reserve", "reserve", "abort", "commit"])

@@ -209,6 +209,31 @@ def test_a_put_leaves_the_space_of_uploads(tmp_path: Path) -> None:
         node.close()
 
 
+@pytest.mark.parametrize("new", [False, True])
+def test_puts_at_once_share_the_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new: bool) -> None:
+    """The second object arrives while the first one is written."""
+    node = LocalNode(tmp_path, capacity=10_000_000)
+    store, refused = NodeStore(node.address), list[NoSpace]()
+    method = "put_new" if new else "put"
+    write = getattr(node.device.store, method)
+
+    def put_another_first(name: str, data: bytes) -> None:
+        if name == "a":
+            with pytest.raises(NoSpace, match="b of 6000000 bytes does not fit: 4000000 bytes are free") as raised:
+                store.call("put", "b", bytes(6_000_000), new)
+            refused.append(raised.value)
+        write(name, data)
+
+    monkeypatch.setattr(node.device.store, method, put_another_first)
+    try:
+        store.call("put", "a", bytes(6_000_000), new)
+        assert len(refused) == 1
+        assert node.server.uploads.free_bytes() == 4_000_000
+        store.call("put", "c", bytes(4_000_000), new)
+    finally:
+        node.close()
+
+
 def test_calls_are_counted_by_verb(tmp_path: Path) -> None:
     node = LocalNode(tmp_path, NodeOptions(pass_descriptors=False))
     try:
