@@ -7,7 +7,7 @@ import threading
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.file_io.writer import FileWriter
-from ckpt.aggregator.records.file_record import INLINE_FILE_BYTES, PathRecord, has_same_content
+from ckpt.aggregator.records.file_record import INLINE_FILE_BYTES, FileRecord, has_same_content
 from ckpt.tools.mount_reader import MountReader
 
 _WINDOW_BYTES = 8 << 20
@@ -51,7 +51,7 @@ class MountFile:
     base: the record of the existing file to which the writes are appended; None if they replace it.
     """
 
-    def __init__(self, namespace: Namespace, path: str, base: PathRecord | None) -> None:
+    def __init__(self, namespace: Namespace, path: str, base: FileRecord | None) -> None:
         self.path = path
         self.handles = 0
         self._namespace = namespace
@@ -61,7 +61,7 @@ class MountFile:
         self._is_removed = False
         self._reset(base)
 
-    def _reset(self, base: PathRecord | None) -> None:
+    def _reset(self, base: FileRecord | None) -> None:
         """Begin to write after `base`. Needs `_lock`."""
         self._base = base
         self._writer: FileWriter | None = None

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.interfaces.folders import move_folder, remove_folder
-from ckpt.aggregator.records.file_record import PathRecord, RecordHead
+from ckpt.aggregator.records.file_record import FileRecord, RecordHead
 from ckpt.storage.base.errors import CkptError, error_number
 from ckpt.tools.mount_file import MountFile
 from ckpt.tools.mount_reader import MountReader
@@ -306,7 +306,7 @@ class MountOperations:
         for reader in self._readers(path):
             reader.mark_outdated()
 
-    def _notice(self, path: str, current: PathRecord) -> None:
+    def _notice(self, path: str, current: FileRecord) -> None:
         """Let the open files of a path follow to the file that it has now, before the kernel gets the length of that."""
         with self._lock:
             if path in self._paths_in_change:  # they follow when they are marked

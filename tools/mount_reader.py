@@ -8,7 +8,7 @@ from functools import partial
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.file_io.reader import FileReader
-from ckpt.aggregator.records.file_record import PathRecord, has_same_stripes
+from ckpt.aggregator.records.file_record import FileRecord, has_same_stripes
 from ckpt.storage.base.errors import StoreError
 
 
@@ -36,7 +36,7 @@ class MountReader:
         self._former: list[FileReader] = []  # other threads may still read with them, so `close` closes them
 
     @property
-    def file(self) -> PathRecord:
+    def file(self) -> FileRecord:
         """The record of the bytes that are read."""
         return self._reader.file
 
@@ -96,7 +96,7 @@ class MountReader:
         if current is not None:
             self.notice(path, current)
 
-    def notice(self, path: str, current: PathRecord) -> None:
+    def notice(self, path: str, current: FileRecord) -> None:
         """Read on in a file that this mount has just found under a path, if the opened file is the beginning of it."""
         is_decided = False
         while not is_decided:
@@ -116,7 +116,7 @@ class MountReader:
             if not (is_decided and is_extended):
                 reader.close()
 
-    def _is_newer(self, current: PathRecord) -> bool:
+    def _is_newer(self, current: FileRecord) -> bool:
         """Return whether a record is that of another file, and not of one that the opened file has replaced."""
         known = (self.file.head.version, *self.file.head.history)
         return current.head.kind == "file" and current.head.version not in known
@@ -133,7 +133,7 @@ class MountReader:
         except StoreError:
             return False
 
-    def _open(self, current: PathRecord) -> FileReader:
+    def _open(self, current: FileRecord) -> FileReader:
         stat = partial(self._namespace.stat, self.path)
         return FileReader(self._namespace.member_io, self.path, current, stat)
 

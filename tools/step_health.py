@@ -103,7 +103,7 @@ def state_of_error(error: CkptError) -> StepState:
     return "damaged" if is_damage(error) else "unreadable"
 
 
-def _record_files(commit: CommitRecord) -> tuple[json_records.FileRecord, ...]:
+def _record_files(commit: CommitRecord) -> tuple[json_records.StepFile, ...]:
     return commit.manifests + commit.trees + commit.packs
 
 

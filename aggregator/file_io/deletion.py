@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from ckpt.aggregator.file_io.object_names import new_version
 from ckpt.aggregator.records import file_record
-from ckpt.aggregator.records.file_record import FileLayout, PathRecord, RecordHead
+from ckpt.aggregator.records.file_record import FileLayout, FileRecord, RecordHead
 from ckpt.storage.registers.base import RegisterValue
 
 
@@ -18,13 +18,13 @@ class Deletion:
     for a record with a full history only adds its path to `unsettled_paths`.
     """
 
-    def __init__(self, is_deletable: Callable[[PathRecord], bool], waits_for_quorum: bool = False) -> None:
+    def __init__(self, is_deletable: Callable[[FileRecord], bool], waits_for_quorum: bool = False) -> None:
         self._is_deletable = is_deletable
         self._waits_for_quorum = waits_for_quorum
         self._version, self._now = new_version(), time.time()
-        self.seen: dict[str, PathRecord | None] = {}
+        self.seen: dict[str, FileRecord | None] = {}
         """The last record of each path that a member returned. It may be older than the one that was deleted."""
-        self.replaced: dict[str, dict[str, PathRecord]] = {}
+        self.replaced: dict[str, dict[str, FileRecord]] = {}
         """The paths for which a tombstone was proposed, each with the records that such tombstones replace, by version."""
         self.unsettled_paths: set[str] = set()
         """The paths that were left once, so that a quorum settles their newest record. Those not in `replaced` need another
@@ -49,13 +49,13 @@ class Deletion:
             return None
         file_record.note_replaced(self.replaced.setdefault(path, {}), current)
         head = RecordHead("deleted", 0, self._now, self._now, self._version)
-        return file_record.encode_record(PathRecord(file_record.next_head(head, current)))
+        return file_record.encode_record(FileRecord(file_record.next_head(head, current)))
 
     def deleted_paths(self, after: Mapping[str, RegisterValue | None]) -> set[str]:
         """Return the paths that this deletion has deleted. after: the value of each register now."""
         return {path for path in self.replaced if self.is_done(path, after[f"/{path}"])}
 
-    def deleted_files(self, after: Mapping[str, RegisterValue | None]) -> dict[str, PathRecord]:
+    def deleted_files(self, after: Mapping[str, RegisterValue | None]) -> dict[str, FileRecord]:
         """Return the files that this deletion has deleted, by path, where the tombstone shows which record it replaced."""
         found = {}
         for path in self.deleted_paths(after):
@@ -78,7 +78,7 @@ class Deletion:
         found = {path: file_record.decode_record(path, value) for path in self.replaced if (value := after[f"/{path}"])}
         return [path for path, file in found.items() if file.exists and self._is_unknown(path, file)]
 
-    def _is_unknown(self, path: str, current: PathRecord) -> bool:
+    def _is_unknown(self, path: str, current: FileRecord) -> bool:
         """Return whether a record shows neither a tombstone of this deletion nor what it replaced, though one was proposed."""
         versions = self.replaced.get(path, {})
         return bool(versions) and not any(file_record.has_version(current, v) for v in (self._version, *versions))
@@ -92,6 +92,6 @@ class Deletion:
         return value is not None and file_record.has_version(file_record.decode_record(path, value), self._version)
 
 
-def unneeded_layouts(files: Iterable[PathRecord]) -> list[FileLayout]:
+def unneeded_layouts(files: Iterable[FileRecord]) -> list[FileLayout]:
     """Return the layouts of deleted files; that of a renamed file is needed, since its new name may have the objects."""
     return [file.layout for file in files if file.layout is not None and not file.rename_token]

@@ -10,7 +10,7 @@ from dataclasses import replace
 from ckpt.aggregator.file_io.member_io import MemberIO
 from ckpt.aggregator.file_io.relink import relink_objects
 from ckpt.aggregator.records import file_record
-from ckpt.aggregator.records.file_record import FileLayout, PathRecord, drop_unused_objects
+from ckpt.aggregator.records.file_record import FileLayout, FileRecord, drop_unused_objects
 from ckpt.aggregator.records.namespace_records import NamespaceRecords
 from ckpt.storage.base.errors import CkptError, StoreError
 from ckpt.storage.base.failpoints import failpoint
@@ -33,7 +33,7 @@ class Replacement(enum.Enum):
         return self is Replacement.REPLACED
 
 
-def current_record(records: NamespaceRecords, path: str, expected: PathRecord) -> PathRecord | None:
+def current_record(records: NamespaceRecords, path: str, expected: FileRecord) -> FileRecord | None:
     """Return the current record of a path; `expected` itself where it is unchanged or can't be read now."""
     try:
         now = records.stat_all([path])[path]
@@ -43,7 +43,7 @@ def current_record(records: NamespaceRecords, path: str, expected: PathRecord) -
 
 
 def replace_layout(
-    records: NamespaceRecords, member_io: MemberIO, path: str, old: PathRecord, layout: FileLayout, fence_number: int,
+    records: NamespaceRecords, member_io: MemberIO, path: str, old: FileRecord, layout: FileLayout, fence_number: int,
     kept_objects: Collection[str] = (),
 ) -> Replacement:  # fmt: skip
     """Give the record of a file another layout if the record still is `old`, and return the outcome.

@@ -18,7 +18,7 @@ from ckpt.aggregator.file_io.reader import FileReader
 from ckpt.aggregator.file_io.writer import FileWriter
 from ckpt.aggregator.placement.redundancy import Redundancy
 from ckpt.aggregator.records import file_record
-from ckpt.aggregator.records.file_record import INLINE_FILE_BYTES, USUAL_STRIPE_BYTES, PathRecord, RecordHead
+from ckpt.aggregator.records.file_record import INLINE_FILE_BYTES, USUAL_STRIPE_BYTES, FileRecord, RecordHead
 from ckpt.aggregator.records.namespace_records import NamespaceRecords
 from ckpt.aggregator.records.paths import check_path
 from ckpt.aggregator.records.ring_change import ensure_record_redundancy
@@ -115,7 +115,7 @@ class Namespace(NamespaceRecords):
                 2 * redundancy.tolerated_losses,
             )
 
-    def publish(self, publication: Publication, relink: Relink = lambda file: file) -> PathRecord:
+    def publish(self, publication: Publication, relink: Relink = lambda file: file) -> FileRecord:
         """Publish a record, as `Publisher.publish` does. Raises StoreError if members were removed meanwhile."""
         check_path(publication.path)
         outcome = self._publisher.publish(publication, relink)
@@ -169,7 +169,7 @@ class Namespace(NamespaceRecords):
         failpoint("namespace.rename")
         before = file
 
-        def take_current_layout(moved: PathRecord) -> PathRecord:
+        def take_current_layout(moved: FileRecord) -> FileRecord:
             current = self.stat(old)
             if current is None or (current.head.version, current.rename_token) != (before.head.version, before.rename_token):
                 raise StoreError(f"{old} in {self.url} was changed while it was renamed; try again")
@@ -188,7 +188,7 @@ class Namespace(NamespaceRecords):
         if file.layout is not None and is_only_rename and is_still_only:
             self._set_rename_token(new, moved.head.version, token, "")
 
-    def _mark_for_rename(self, path: str, file: PathRecord, token: str) -> tuple[PathRecord, bool]:
+    def _mark_for_rename(self, path: str, file: FileRecord, token: str) -> tuple[FileRecord, bool]:
         """Mark a file by this rename token. Return it, and whether no other rename may give its objects to another path.
 
         The token of another rename, which was interrupted or runs now, is replaced, so that it knows that there are two. A file
@@ -203,7 +203,7 @@ class Namespace(NamespaceRecords):
             file = marked
         return file, is_only_rename
 
-    def _delete_renamed(self, path: str, file: PathRecord) -> bool:
+    def _delete_renamed(self, path: str, file: FileRecord) -> bool:
         """Delete the old name of a renamed file, unless the file was changed meanwhile.
 
         Return whether it was deleted as it was marked: otherwise another rename may give its objects to another path.
@@ -217,7 +217,7 @@ class Namespace(NamespaceRecords):
         self.update_record(path, Deletion(lambda current: current.head.version == file.head.version).decide)
         return False
 
-    def _set_rename_token(self, path: str, version: str, old_token: str, new_token: str) -> PathRecord | None:
+    def _set_rename_token(self, path: str, version: str, old_token: str, new_token: str) -> FileRecord | None:
         """Change the rename token of a file from `old_token` to `new_token`.
 
         Return the record after that; None if the path has another version.
@@ -237,14 +237,14 @@ class Namespace(NamespaceRecords):
         """Create a folder mark, so that the folder exists while it is empty. Raises AlreadyExists."""
         self._prepare_write(self.config.redundancy)
         now = time.time()
-        mark = PathRecord(RecordHead("folder", 0, now, now, new_version()))
+        mark = FileRecord(RecordHead("folder", 0, now, now, new_version()))
         self.publish(Publication(path, mark, Condition(new=True)))
 
     # --- files -------------------------------------------------------------------------------------------------
 
     def put(
         self, path: str, data: Buffer, new: bool = False, redundancy: Redundancy | None = None, replaces: str | None = None
-    ) -> PathRecord:
+    ) -> FileRecord:
         """Write a whole file, atomically and durably, and return its record.
 
         By default it replaces any file at the path. new: raise AlreadyExists if a file exists. replaces: raise Changed if the
@@ -256,22 +256,22 @@ class Namespace(NamespaceRecords):
         if len(view) <= INLINE_FILE_BYTES:
             self._prepare_write(redundancy or self.config.redundancy)
             now = time.time()
-            file = PathRecord(RecordHead("file", len(view), now, now, new_version()), inline_data=bytes(view))
+            file = FileRecord(RecordHead("file", len(view), now, now, new_version()), inline_data=bytes(view))
             return self.publish(Publication(path, file, Condition(new, replaces=replaces)))
         with self.create(path, redundancy, len(view), new=new, aligned=False, replaces=replaces) as writer:
             for start in range(0, len(view), USUAL_STRIPE_BYTES):
                 writer.append(view[start : start + USUAL_STRIPE_BYTES])
             return writer.publish()
 
-    def truncate(self, path: str, expected: PathRecord) -> PathRecord:
+    def truncate(self, path: str, expected: FileRecord) -> FileRecord:
         """Make a file empty, and return its record. Raises Changed if the path does not have the `expected` file."""
         now = time.time()
-        empty = PathRecord(RecordHead("file", 0, now, now, new_version()), inline_data=b"")
+        empty = FileRecord(RecordHead("file", 0, now, now, new_version()), inline_data=b"")
         return self.publish(Publication(path, empty, Condition(base=expected)))
 
     def create(
         self, path: str, redundancy: Redundancy | None = None, size_hint: int = 0, *, new: bool = False,
-        aligned: bool = True, base: PathRecord | None = None, replaces: str | None = None,
+        aligned: bool = True, base: FileRecord | None = None, replaces: str | None = None,
     ) -> FileWriter:  # fmt: skip
         """Return a writer of a file, which exists after its `commit`.
 

@@ -11,12 +11,12 @@ from ckpt.aggregator.file_io.member_io import MemberIO
 from ckpt.aggregator.file_io.rebuild import rebuild_fragments
 from ckpt.aggregator.records import file_record
 from ckpt.aggregator.records.collected_tombstones import is_collected_since
-from ckpt.aggregator.records.file_record import PathRecord
+from ckpt.aggregator.records.file_record import FileRecord
 from ckpt.aggregator.records.namespace_records import NamespaceRecords
 from ckpt.storage.base.errors import AlreadyExists, Changed, CkptError, StoreError, Unavailable
 from ckpt.storage.registers.base import RegisterValue
 
-Relink = Callable[[PathRecord], PathRecord | None]
+Relink = Callable[[FileRecord], FileRecord | None]
 """Called where members have another fence number now. Returns the file with objects that exist (`relink.py`); None if a
 repair has deleted too many of them. Raises where the file may not be published any more for another reason."""
 
@@ -28,7 +28,7 @@ class Condition:
 
     new: bool = False
     """No file or folder may exist there."""
-    base: PathRecord | None = None
+    base: FileRecord | None = None
     """This file must be there, to which the new one was appended. Only a repair may have moved its fragments."""
     replaces: str | None = None
     """A file of this version must be there."""
@@ -39,13 +39,13 @@ class Publication:
     """A record to publish at a path."""
 
     path: str
-    file: PathRecord
+    file: FileRecord
     condition: Condition = Condition()
     fence_number: int | None = None
     """The number that the client read before it wrote the objects of the file, or read their names; None: the current one."""
     unsettled_number: int | None = None
     """The fence number with which a member may have accepted this version in an earlier try."""
-    replaced: Mapping[str, PathRecord] = field(default_factory=dict)
+    replaced: Mapping[str, FileRecord] = field(default_factory=dict)
     """The records that proposals of an earlier try would have replaced, by version."""
 
 
@@ -81,7 +81,7 @@ class Publisher:
         """The fence number for a publication that begins now."""
         return self._records.ring.fence_number
 
-    def publish(self, publication: Publication, relink: Relink = lambda file: file) -> PathRecord | MembersRemoved:
+    def publish(self, publication: Publication, relink: Relink = lambda file: file) -> FileRecord | MembersRemoved:
         """Publish a record, and return it as it is at the path then, or as it was proposed where others have changed the path.
 
         Returns MembersRemoved where it was not published, because members with fragments of the file were removed.
@@ -107,7 +107,7 @@ class Publisher:
             self._member_io.discard_layouts([old.layout], named)
         return current if current is not None and current.head.version == file.head.version else file
 
-    def _move_off_members(self, path: str, file: PathRecord, members: Collection[str]) -> None:
+    def _move_off_members(self, path: str, file: FileRecord, members: Collection[str]) -> None:
         """Move the fragments on these members to others, unless another client does so or the path has changed."""
         version = file.head.version
         while members:
@@ -249,11 +249,11 @@ class _PublicationState:
             file_record.note_replaced(self._replaced, current)
         return file_record.encode_record(replace(file, head=file_record.next_head(file.head, current), rename_token=token))
 
-    def replaced_record(self, current: PathRecord | None) -> PathRecord | None:
+    def replaced_record(self, current: FileRecord | None) -> FileRecord | None:
         """Return the record that the publication replaced; None if the current record does not show which one."""
         return file_record.replaced_record(self._replaced, current, self.file.head.version)
 
-    def _may_be_stale(self, current: PathRecord | None) -> bool:
+    def _may_be_stale(self, current: FileRecord | None) -> bool:
         """Return whether a full history, over which the first proposal would be made, lacks the version that a quorum has.
 
         A proposal over such a record, from a member that was down, is easily mistaken for one that others have replaced often.
@@ -267,12 +267,12 @@ class _PublicationState:
         newest = None if value is None else file_record.decode_record(self._path, value)
         return newest is not None and not file_record.has_version(current, newest.head.version)
 
-    def _may_be_collected(self, current: PathRecord | None) -> bool:
+    def _may_be_collected(self, current: FileRecord | None) -> bool:
         """Return whether an earlier try may have been published and deleted, and the tombstone with its history collected."""
         versions = {self._proposed.head.version, *self._replaced}
         return self._unsettled_number is not None and not any(file_record.has_version(current, v) for v in versions)
 
-    def _is_unknown(self, current: PathRecord | None) -> bool:
+    def _is_unknown(self, current: FileRecord | None) -> bool:
         """Return whether an earlier proposal may have been published and then replaced so often that its version is not listed.
 
         Its objects may be deleted then, so it must not be proposed again.
@@ -286,7 +286,7 @@ class _PublicationState:
             "often; check its content"
         )
 
-    def require_published(self, current: PathRecord | None) -> None:
+    def require_published(self, current: FileRecord | None) -> None:
         """Raise Unavailable, Changed or AlreadyExists if the current record is not what was proposed."""
         base, url = self._condition.base, self._records.url
         if file_record.has_version(current, self.file.head.version) or (
@@ -303,7 +303,7 @@ class _PublicationState:
         raise AlreadyExists(f"{self._path} in {url}: a {kind} of this name exists already")
 
 
-def _removed_members_of(records: NamespaceRecords, file: PathRecord) -> frozenset[str]:
+def _removed_members_of(records: NamespaceRecords, file: FileRecord) -> frozenset[str]:
     """Return the members with fragments of a file that were removed from the namespace."""
     removed_members = records.ring.removed_members
     if file.layout is None:

@@ -12,7 +12,7 @@ from ckpt.aggregator.file_io.degraded_read import rebuild_ranges
 from ckpt.aggregator.file_io.fragment_reader import FragmentRange, FragmentReader
 from ckpt.aggregator.file_io.hedged_read import read_any_copy
 from ckpt.aggregator.file_io.member_io import MemberIO
-from ckpt.aggregator.records.file_record import PathRecord, Stripe, fragment_bytes
+from ckpt.aggregator.records.file_record import FileRecord, Stripe, fragment_bytes
 from ckpt.storage.base.errors import CkptError, StoreError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.store import Reader
@@ -26,7 +26,7 @@ class FileReader(Reader):
     """
 
     def __init__(
-        self, member_io: MemberIO, path: str, file: PathRecord, current_record: Callable[[], PathRecord | None]
+        self, member_io: MemberIO, path: str, file: FileRecord, current_record: Callable[[], FileRecord | None]
     ) -> None:
         self._member_io = member_io
         self._path = path
@@ -37,7 +37,7 @@ class FileReader(Reader):
         self._outdated: list[_OpenedFile] = []  # other threads may still read with them, so `close` closes them
 
     @property
-    def file(self) -> PathRecord:
+    def file(self) -> FileRecord:
         """The record of the file: that with which it was opened, or the one after its fragments were moved."""
         return self._opened.file
 
@@ -77,7 +77,7 @@ class FileReader(Reader):
 class _OpenedFile:
     """A file with the fragments that one record names. Several threads may use it at once."""
 
-    def __init__(self, member_io: MemberIO, path: str, file: PathRecord) -> None:
+    def __init__(self, member_io: MemberIO, path: str, file: FileRecord) -> None:
         self.file = file
         self._stripes: Sequence[Stripe] = ()
         self._starts: list[int] = []

@@ -22,9 +22,9 @@ from ckpt.aggregator.records.file_record import (
     INLINE_FILE_BYTES,
     USUAL_STRIPE_BYTES,
     FileLayout,
+    FileRecord,
     Fragment,
     MemberObject,
-    PathRecord,
     RecordHead,
     Stripe,
     fragment_bytes,
@@ -238,7 +238,7 @@ class FileWriter(Writer):
         self.publish()
         return self._length
 
-    def publish(self) -> PathRecord:
+    def publish(self) -> FileRecord:
         """Make the file durable and visible, and return its record.
 
         Raises AlreadyExists or Changed if the condition does not hold: then nothing was published. After Unavailable the
@@ -249,7 +249,7 @@ class FileWriter(Writer):
         now = time.time()
         head = RecordHead("file", self._length, now, now, self._version)
         if self._inline_data is not None:
-            file = PathRecord(head, inline_data=self._inline_data)
+            file = FileRecord(head, inline_data=self._inline_data)
         else:
             stripes = tuple(stripe for stripe in self._stripes if stripe is not None)
             if len(stripes) < len(self._stripes):
@@ -260,7 +260,7 @@ class FileWriter(Writer):
             layout = FileLayout(self._redundancy, tuple(self._objects), file_record.truncate_stripes(stripes, self._length))
             failpoint("namespace.commit")
             lost = LostFragments(frozenset(self._commit_objects()))
-            file = PathRecord(head, layout=self._written_file.rebuild_lost(layout, lost))
+            file = FileRecord(head, layout=self._written_file.rebuild_lost(layout, lost))
         failpoint("namespace.record")
         # From now on members may have the record, so an error must not delete the objects. A repair deletes them if no record
         # names them.

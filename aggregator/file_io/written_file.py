@@ -12,7 +12,7 @@ from ckpt.aggregator.file_io.publication import Condition, MembersRemoved, Publi
 from ckpt.aggregator.file_io.rebuild import rebuild_fragments
 from ckpt.aggregator.file_io.relink import relink_objects
 from ckpt.aggregator.records import file_record
-from ckpt.aggregator.records.file_record import FileLayout, PathRecord
+from ckpt.aggregator.records.file_record import FileLayout, FileRecord
 from ckpt.storage.base.errors import Unavailable
 
 _TRIES = 3
@@ -40,7 +40,7 @@ class WrittenFile:
         self._fence_number = publisher.fence_number
         self._previous_layouts: list[FileLayout] = []  # the same objects under the names that they had before a new era
 
-    def publish(self, file: PathRecord) -> PathRecord:
+    def publish(self, file: FileRecord) -> FileRecord:
         """Publish the file, and return its record. Fragments on members that were removed meanwhile move to others first.
 
         Raises AlreadyExists or Changed if the condition does not hold: then nothing was published. After any other error it may
@@ -52,7 +52,7 @@ class WrittenFile:
             number = None if file.layout is None else self._fence_number
             publication = Publication(self._path, file, self._condition, number, unsettled_number)
             outcome = self._publisher.publish(publication, self._relink_after_fence)
-            if isinstance(outcome, PathRecord):
+            if isinstance(outcome, FileRecord):
                 for layout in self._previous_layouts:
                     self._member_io.discard_layouts([self._own_objects(layout)], _object_names(outcome.layout))
                 return outcome
@@ -64,7 +64,7 @@ class WrittenFile:
         assert removed is not None
         raise removed.error()
 
-    def _relink_after_fence(self, file: PathRecord) -> PathRecord | None:
+    def _relink_after_fence(self, file: FileRecord) -> FileRecord | None:
         """Return the file after a new era: with second names for its objects, and with lost fragments rebuilt.
 
         Returns None if a repair has deleted too many objects.

@@ -10,7 +10,7 @@ from functools import partial
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.records import file_record
-from ckpt.aggregator.records.file_record import PathRecord
+from ckpt.aggregator.records.file_record import FileRecord
 from ckpt.aggregator.records.namespace_records import ScannedRecords
 from ckpt.aggregator.records.paxos import BATCH_PATHS
 from ckpt.aggregator.records.record_ring import RING_PREFIX
@@ -31,7 +31,7 @@ _MAX_LISTINGS = 8
 class AllRecords:
     """The records of all paths, and the objects that they name."""
 
-    files: Mapping[str, PathRecord]
+    files: Mapping[str, FileRecord]
     """The record of each path that is a file."""
     named_objects: Set[str]
     """The names of all objects that any record names. Outdated or half-done records of single members count too, because a
@@ -120,7 +120,7 @@ class _MemberRecords:
         self.listed.update({(member, name): ballot for name, ballot in found.items()})
         return found == ballots
 
-    def add_objects(self, file: PathRecord) -> None:
+    def add_objects(self, file: FileRecord) -> None:
         """Add the objects of a record to `named`."""
         if file.layout is not None:
             self.named.update(o.name for o in file.layout.objects)
@@ -140,7 +140,7 @@ def read_all_records(namespace: Namespace) -> AllRecords:
         )
     ballots = ballots_by_name(answers)
     paths = sorted(ballots)
-    files: dict[str, PathRecord] = {}
+    files: dict[str, FileRecord] = {}
     differing: list[str] = []
     for start in range(0, len(paths), BATCH_PATHS):
         batch = paths[start : start + BATCH_PATHS]
@@ -171,7 +171,7 @@ def _is_tombstone(name: str, record: RegisterAnswer) -> bool:
         return True
 
 
-def read_file_batches(namespace: Namespace) -> Iterable[tuple[Mapping[str, PathRecord], Mapping[str, str]]]:
+def read_file_batches(namespace: Namespace) -> Iterable[tuple[Mapping[str, FileRecord], Mapping[str, str]]]:
     """Yield the records of all files, in batches, with the reason for each path of the batch whose record can't be read.
 
     Raises Unavailable if so many members are missing that a file could be overlooked.
@@ -205,9 +205,9 @@ def _read_records(namespace: Namespace, names: Sequence[str]) -> tuple[Mapping[s
     return found, unreadable
 
 
-def _decode_records(values: Mapping[str, RegisterValue | None], unreadable: dict[str, str]) -> dict[str, PathRecord]:
+def _decode_records(values: Mapping[str, RegisterValue | None], unreadable: dict[str, str]) -> dict[str, FileRecord]:
     """Return the records of registers by path. Add the reason for each that can't be decoded to `unreadable`."""
-    decoded: dict[str, PathRecord] = {}
+    decoded: dict[str, FileRecord] = {}
     for name, value in values.items():
         if value is None:
             continue

@@ -17,7 +17,7 @@ from ckpt.aggregator.maintenance.repair import FILES_AT_ONCE, repair_namespace, 
 from ckpt.aggregator.maintenance.repair_report import RepairCount, RepairReport
 from ckpt.aggregator.maintenance.scrub import require_exists, scrub_namespace
 from ckpt.aggregator.placement.rendezvous_hash import choose_members
-from ckpt.aggregator.records.file_record import FileLayout, PathRecord, fragment_bytes
+from ckpt.aggregator.records.file_record import FileLayout, FileRecord, fragment_bytes
 from ckpt.aggregator.records.ring_change import RecordsNotMoved, change_ring
 from ckpt.storage.base.errors import CkptError, InvalidArgument
 from ckpt.storage.base.plural import format_count
@@ -162,26 +162,26 @@ def _move_fragments(
     """
     count = RepairCount(progress)
 
-    def fragments_to_move(file: PathRecord, layout: FileLayout) -> LostFragments:
+    def fragments_to_move(file: FileRecord, layout: FileLayout) -> LostFragments:
         leaving = [members_to_leave(layout, index, file.head.version) for index in range(len(layout.stripes))]
         return LostFragments(
             fragments=select_fragments(layout, lambda index, member_object: member_object.member in leaving[index])
         )
 
-    def planned_bytes(file: PathRecord) -> int:
+    def planned_bytes(file: FileRecord) -> int:
         if (layout := file.layout) is None:
             return 0
         remaining = fragments_to_move(file, layout).removed_from(layout)
         return sum(fragment_bytes(s.nbytes, layout.redundancy) * s.fragments.count(None) for s in remaining.stripes)
 
-    def move(path: str, file: PathRecord, layout: FileLayout, moving: LostFragments) -> Replacement:
+    def move(path: str, file: FileRecord, layout: FileLayout, moving: LostFragments) -> Replacement:
         number = namespace.ring.fence_number
         rebuilt = rebuild_fragments(namespace.member_io, path, file.head.version, layout, moving, count.add_bytes, excluded)
         return replace_layout(namespace, namespace.member_io, path, file, rebuilt, number)
 
-    def move_current(item: tuple[str, PathRecord]) -> None:
+    def move_current(item: tuple[str, FileRecord]) -> None:
         path: str
-        file: PathRecord | None
+        file: FileRecord | None
         path, file = item
         for _ in range(_MAX_TRIES):
             if file is None or (layout := file.layout) is None or not (moving := fragments_to_move(file, layout)):

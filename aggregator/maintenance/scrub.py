@@ -20,7 +20,7 @@ from ckpt.aggregator.maintenance.all_records import read_all_records
 from ckpt.aggregator.maintenance.inventories import read_inventories
 from ckpt.aggregator.placement.redundancy import Redundancy
 from ckpt.aggregator.records import file_record
-from ckpt.aggregator.records.file_record import FileLayout, PathRecord, fragment_bytes
+from ckpt.aggregator.records.file_record import FileLayout, FileRecord, fragment_bytes
 from ckpt.storage.base.errors import CkptError, NotFound, StoreError, Unavailable
 from ckpt.storage.member.damaged_ranges import ChecksummedRange
 
@@ -47,7 +47,7 @@ class FileHealth:
     """The lost and damaged fragments of a file."""
 
     path: str
-    file: PathRecord
+    file: FileRecord
     lost: LostFragments
     spare_fragments: int
     """How many fragments of its worst stripe may still be lost; negative if the stripe can't be read."""
@@ -161,7 +161,7 @@ def require_exists(namespace: Namespace) -> None:
         raise NotFound(f"{namespace.url} is empty: nothing was ever written to it; check that the URL names all its members")
 
 
-def _insufficient_redundancy(namespace: Namespace, files: Iterable[PathRecord]) -> Redundancy | None:
+def _insufficient_redundancy(namespace: Namespace, files: Iterable[FileRecord]) -> Redundancy | None:
     """Return the highest redundancy of the files whose records tolerate fewer losses than the files; None if there are none."""
     insufficient = {
         file.layout.redundancy
@@ -172,14 +172,14 @@ def _insufficient_redundancy(namespace: Namespace, files: Iterable[PathRecord]) 
     return max(insufficient, key=lambda r: r.tolerated_losses, default=None)
 
 
-def _damaged_files(files: Mapping[str, PathRecord], objects: ObjectsByMember, verified: _Verification) -> list[FileHealth]:
+def _damaged_files(files: Mapping[str, FileRecord], objects: ObjectsByMember, verified: _Verification) -> list[FileHealth]:
     """Return the health of those files that have lost fragments."""
     found = [_file_health(path, file, objects, verified.damaged_positions.get(path, {})) for path, file in files.items()]
     return [health for health in found if health.lost]
 
 
 def _file_health(
-    path: str, file: PathRecord, objects: ObjectsByMember, damaged_positions: Mapping[str, Set[int]]
+    path: str, file: FileRecord, objects: ObjectsByMember, damaged_positions: Mapping[str, Set[int]]
 ) -> FileHealth:
     """Return the health of a file. damaged_positions: the positions of damaged fragments by object name."""
     layout = file.layout
@@ -248,7 +248,7 @@ class _Verification:
 
 
 def _verify_objects(
-    namespace: Namespace, files: Mapping[str, PathRecord], objects: ObjectsByMember, progress: ByteProgress,
+    namespace: Namespace, files: Mapping[str, FileRecord], objects: ObjectsByMember, progress: ByteProgress,
     on_planned_bytes: ByteProgress,
 ) -> _Verification:  # fmt: skip
     """Let all members verify their fragments at once."""
@@ -274,7 +274,7 @@ def _verify_objects(
     return _Verification(damaged_positions, unchecked_bytes)
 
 
-def _checks_of_file(path: str, file: PathRecord) -> Iterable[tuple[str, _ObjectCheck]]:
+def _checks_of_file(path: str, file: FileRecord) -> Iterable[tuple[str, _ObjectCheck]]:
     """Yield the check of each object of a file, with the member that has the object."""
     if file.layout is None:
         return

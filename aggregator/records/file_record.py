@@ -94,7 +94,7 @@ class FileLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class PathRecord:
+class FileRecord:
     """The record of a path: a file, a folder or a tombstone."""
 
     head: RecordHead
@@ -112,7 +112,7 @@ class PathRecord:
         return self.head.kind != "deleted"
 
 
-def next_head(head: RecordHead, previous: PathRecord | None) -> RecordHead:
+def next_head(head: RecordHead, previous: FileRecord | None) -> RecordHead:
     """Return a head with the history and the time of creation that follow from the previous record of the path."""
     if previous is None:
         return head
@@ -120,12 +120,12 @@ def next_head(head: RecordHead, previous: PathRecord | None) -> RecordHead:
     return replace(head, history=history, created=previous.head.created if previous.exists else head.created)
 
 
-def is_history_truncated(file: PathRecord | None, versions: Collection[str] = ()) -> bool:
+def is_history_truncated(file: FileRecord | None, versions: Collection[str] = ()) -> bool:
     """Return whether the history of a path is full and has none of `versions`: it may lack versions that came after them."""
     return file is not None and len(file.head.history) >= _MAX_HISTORY and not any(has_version(file, v) for v in versions)
 
 
-def has_added_objects(current: PathRecord | None, file: PathRecord, base: PathRecord | None) -> bool:
+def has_added_objects(current: FileRecord | None, file: FileRecord, base: FileRecord | None) -> bool:
     """Return whether the current record names objects of `file` that `base` lacks.
 
     If `file` was appended to `base`, it was published then, and others may have appended to it since.
@@ -136,19 +136,19 @@ def has_added_objects(current: PathRecord | None, file: PathRecord, base: PathRe
     return bool(of_current & (of_file - of_base))
 
 
-def has_version(file: PathRecord | None, version: str) -> bool:
+def has_version(file: FileRecord | None, version: str) -> bool:
     """Return whether a path has, or recently had, the content of this version."""
     return file is not None and (file.head.version == version or version in file.head.history)
 
 
-def note_replaced(proposed: dict[str, PathRecord], current: PathRecord) -> None:
+def note_replaced(proposed: dict[str, FileRecord], current: FileRecord) -> None:
     """Add a record that a proposal replaces, by version. One with a rename token stays: a member may lack the token."""
     earlier = proposed.get(current.head.version)
     if earlier is None or not earlier.rename_token:
         proposed[current.head.version] = current
 
 
-def replaced_record(proposed: Mapping[str, PathRecord], after: PathRecord | None, version: str) -> PathRecord | None:
+def replaced_record(proposed: Mapping[str, FileRecord], after: FileRecord | None, version: str) -> FileRecord | None:
     """Return the record that a version replaced; None if the record of the path after that does not show which one.
 
     It need not be the one that the last proposal replaces: an outdated member, or another proposal, may be the source of that.
@@ -180,7 +180,7 @@ def has_same_stripes(one: Sequence[Stripe], other: Sequence[Stripe]) -> bool:
     )
 
 
-def has_same_content(one: PathRecord, other: PathRecord) -> bool:
+def has_same_content(one: FileRecord, other: FileRecord) -> bool:
     """Return whether two files have the same bytes, as far as their records show it."""
     if one.layout is None or other.layout is None:
         return (one.inline_data, one.layout) == (other.inline_data, other.layout)
@@ -238,7 +238,7 @@ def drop_unused_objects(layout: FileLayout) -> FileLayout:
 # --- encoding --------------------------------------------------------------------------------------------------
 
 
-def encode_record(file: PathRecord) -> RegisterValue:
+def encode_record(file: FileRecord) -> RegisterValue:
     """Return a record as the value of a register."""
     head = file.head
     packed = msgpack.packb(
@@ -281,17 +281,17 @@ def decode_record_head(path: str, data: bytes) -> RecordHead:
         raise _unreadable_error(path, error) from error
 
 
-def decode_record(path: str, value: RegisterValue) -> PathRecord:
+def decode_record(path: str, value: RegisterValue) -> FileRecord:
     """Return the record of a path: the inverse of `encode_record`. Raises IntegrityError if it can't be read."""
     head = decode_record_head(path, value.head)
     if not value.body:
-        return PathRecord(head)
+        return FileRecord(head)
     try:
         storage_kind, *rest = msgpack.unpackb(value.body, max_bin_len=1 << 30)
         return (
-            PathRecord(head, inline_data=rest[0])
+            FileRecord(head, inline_data=rest[0])
             if storage_kind == 0
-            else PathRecord(head, layout=_decode_layout(*rest[:3]), rename_token=rest[3])
+            else FileRecord(head, layout=_decode_layout(*rest[:3]), rename_token=rest[3])
         )
     except Exception as error:
         if is_transient(error):

@@ -9,7 +9,7 @@ from functools import partial
 from ckpt.aggregator.cluster.config import NamespaceConfig
 from ckpt.aggregator.records import file_record
 from ckpt.aggregator.records.current_members import Membership
-from ckpt.aggregator.records.file_record import PathRecord
+from ckpt.aggregator.records.file_record import FileRecord
 from ckpt.aggregator.records.paths import check_path
 from ckpt.aggregator.records.paxos import ReplicatedRegisters
 from ckpt.aggregator.records.register_update import Decide, OnRefused, Superseded
@@ -40,17 +40,17 @@ class NamespaceRecords(Membership):
         ring = self.ring
         return {path: ring.replica_set(path) for path in paths}
 
-    def stat(self, path: str) -> PathRecord | None:
+    def stat(self, path: str) -> FileRecord | None:
         """Return the record of a path; None if no file or folder exists."""
         return self.stat_all([path])[path]
 
-    def stat_all(self, paths: Sequence[str]) -> dict[str, PathRecord | None]:
+    def stat_all(self, paths: Sequence[str]) -> dict[str, FileRecord | None]:
         """Return the records of many paths; None for those where no file or folder exists."""
         for path in paths:
             check_path(path)
         if not self.exists():
             return dict.fromkeys(paths)
-        found: dict[str, PathRecord | None] = {}
+        found: dict[str, FileRecord | None] = {}
         for name, value in self._replicated_registers.read([f"/{path}" for path in paths]).items():
             file = None if value is None else file_record.decode_record(name[1:], value)
             found[name[1:]] = file if file is not None and file.exists else None

@@ -38,7 +38,7 @@ memory."""
 
 
 @dataclass(frozen=True, slots=True)
-class FileRecord:
+class StepFile:
     """A file of a step: its name below the root of the repository, its length and its digest."""
 
     name: str
@@ -61,9 +61,9 @@ class CommitRecord:
     created: str
     """UTC, ISO 8601."""
     world_size: int
-    manifests: tuple[FileRecord, ...]
-    trees: tuple[FileRecord, ...]
-    packs: tuple[FileRecord, ...]
+    manifests: tuple[StepFile, ...]
+    trees: tuple[StepFile, ...]
+    packs: tuple[StepFile, ...]
     """Every pack that the manifests refer to, including packs of earlier steps."""
     leaves: int
     """The number of leaves."""

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from ckpt.format.json_records import FileRecord
+from ckpt.format.json_records import StepFile
 from ckpt.format.pack import step_of_file
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.storage.base.errors import CkptError
@@ -40,7 +40,7 @@ def reading_ahead(checkpoint: Checkpoint) -> Iterator[None]:
         stopped.set()
 
 
-def _read(store: Store, packs: Sequence[FileRecord], stopped: threading.Event) -> None:
+def _read(store: Store, packs: Sequence[StepFile], stopped: threading.Event) -> None:
     with suppress(CkptError, MemoryError):
         buffer = memoryview(bytearray(_CALL_BYTES))
         for file in packs:

@@ -18,7 +18,7 @@ from ckpt.block_io.step_verification import verify_blocks
 from ckpt.errors import DAMAGE_ADVICE, LeafNotFound, bad_sectors_as_damage, damage_text
 from ckpt.format.digest import is_cryptographic
 from ckpt.format.dtype_text import plain_dtype
-from ckpt.format.json_records import MAX_MANIFEST_BYTES, MAX_TREE_BYTES, CommitRecord, FileRecord, require_known_format
+from ckpt.format.json_records import MAX_MANIFEST_BYTES, MAX_TREE_BYTES, CommitRecord, StepFile, require_known_format
 from ckpt.format.manifest import Manifest, Saved, join_manifests
 from ckpt.format.manifest import decode as decode_manifest
 from ckpt.format.pack import step_of_file
@@ -114,7 +114,7 @@ class Checkpoint:
         """Return the state tree with the values of each rank where ranks differ. Raises the errors of `tree`."""
         return self._parsed_tree()[2]["tree"]
 
-    def _parsed_tree(self) -> tuple[FileRecord, bytes, dict[str, Any]]:
+    def _parsed_tree(self) -> tuple[StepFile, bytes, dict[str, Any]]:
         """Return the file of the tree, its bytes, and its content, verified against the commit record."""
         if not self.commit.trees:
             raise IntegrityError(f"the record of {self.where} names no tree; {DAMAGE_ADVICE}")
@@ -127,7 +127,7 @@ class Checkpoint:
         return file, data, body
 
     @contextmanager
-    def _raising_integrity_error(self, file: FileRecord) -> Iterator[None]:
+    def _raising_integrity_error(self, file: StepFile) -> Iterator[None]:
         """Turn the errors of a malformed tree file into IntegrityError, and those of a deep one into FormatError."""
         try:
             with refusing_deep_trees(self.where):
@@ -157,11 +157,11 @@ class Checkpoint:
                     "loaded; load another step"
                 )
 
-    def verified(self, file: FileRecord) -> bytes:
+    def verified(self, file: StepFile) -> bytes:
         """Return the bytes of a manifest or tree of this step, from the nearest tier in which they match the commit record."""
         return from_nearest(self.store, lambda store: self._read_verified(store, file), file.name)
 
-    def _read_verified(self, store: Store, file: FileRecord) -> bytes:
+    def _read_verified(self, store: Store, file: StepFile) -> bytes:
         where = f"{store.url}/{file.name} of step {self.step}"
         try:
             most = MAX_TREE_BYTES if file in self.commit.trees else MAX_MANIFEST_BYTES

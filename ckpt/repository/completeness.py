@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from ckpt.format.json_records import CommitRecord, FileRecord
+from ckpt.format.json_records import CommitRecord, StepFile
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.storage.base.errors import CkptError, IntegrityError
 from ckpt.storage.base.forks import fork_safe_lock
@@ -15,7 +15,7 @@ from ckpt.storage.base.store import Store
 
 log = logging.getLogger("ckpt")
 
-_StepFiles = tuple[tuple[FileRecord, ...], tuple[FileRecord, ...]]
+_StepFiles = tuple[tuple[StepFile, ...], tuple[StepFile, ...]]
 
 _lock = fork_safe_lock()
 """Guards changes of `_complete_steps`."""

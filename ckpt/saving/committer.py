@@ -21,7 +21,7 @@ from ckpt.format.json_records import (
     MAX_RECORD_BYTES,
     MAX_TREE_BYTES,
     CommitRecord,
-    FileRecord,
+    StepFile,
     encode_commit,
     sign_commit,
 )
@@ -196,7 +196,7 @@ class Committer:
         failpoint("save.manifest")
         for name, data in files.items():
             self._store.put(name, data)
-        records = [FileRecord(name, len(data), digest(algorithm, data).hex()) for name, data in files.items()]
+        records = [StepFile(name, len(data), digest(algorithm, data).hex()) for name, data in files.items()]
         commit = CommitRecord(
             step=self._step,
             generation=self._session.writer_lease.generation,
@@ -204,7 +204,7 @@ class Committer:
             world_size=self._group.size,
             manifests=(records[0],),
             trees=(records[1],),
-            packs=tuple(FileRecord(name, nbytes) for name, nbytes in packs.items()),
+            packs=tuple(StepFile(name, nbytes) for name, nbytes in packs.items()),
             leaves=totals.leaves,
             raw_bytes=totals.raw_bytes,
             written_bytes=totals.written_bytes,

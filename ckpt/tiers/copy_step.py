@@ -16,7 +16,7 @@ from functools import partial
 from ckpt.block_io.replicated_store import bad_files, clear_bad, from_nearest
 from ckpt.block_io.stored_block_check import is_good_block
 from ckpt.errors import DAMAGE_ADVICE, Fenced, bad_sectors_as_damage
-from ckpt.format.json_records import CommitRecord, FileRecord
+from ckpt.format.json_records import CommitRecord, StepFile
 from ckpt.format.limits import MAX_BLOCK_BYTES
 from ckpt.format.manifest import Row
 from ckpt.format.pack import file_lengths
@@ -77,7 +77,7 @@ def _promote_save(
 ) -> bool:  # fmt: skip
     """Copy one save of a step; see `promote`. A later save of the step may remove its files meanwhile."""
     began, step = time.monotonic(), commit.step
-    missing: list[FileRecord] = []
+    missing: list[StepFile] = []
     with suppress(NotFound, IntegrityError):
         existing = target.repo.record(step)
         is_newer = existing.save_order > commit.save_order
@@ -149,7 +149,7 @@ def _copy_files(checkpoint: Checkpoint, target: Session, progress: Callable[[], 
     return sum(file.nbytes for file in missing)
 
 
-def missing_packs(repo: Repository, commit: CommitRecord) -> list[FileRecord]:
+def missing_packs(repo: Repository, commit: CommitRecord) -> list[StepFile]:
     """Return the packs of a step that a repository lacks, or has with another length, or that this process found damaged."""
     have, bad = file_lengths(repo.store, [file.name for file in commit.packs]), bad_files(repo.url)
     return [file for file in commit.packs if have.get(file.name) != file.nbytes or file.name in bad]
@@ -171,7 +171,7 @@ def _gap_ranges(begin: int, end: int) -> Iterator[tuple[int, int, None]]:
 
 
 def _copy_pack(
-    checkpoint: Checkpoint, file: FileRecord, blocks: list[Row], store: Store, buffer: memoryview,
+    checkpoint: Checkpoint, file: StepFile, blocks: list[Row], store: Store, buffer: memoryview,
     progress: Callable[[], None],
 ) -> None:  # fmt: skip
     algorithm = checkpoint.manifest().digest_algorithm

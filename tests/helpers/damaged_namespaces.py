@@ -11,7 +11,7 @@ import msgpack
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import scrub
 from ckpt.aggregator.placement.redundancy import parse_redundancy
-from ckpt.aggregator.records.file_record import FileLayout, PathRecord
+from ckpt.aggregator.records.file_record import FileLayout, FileRecord
 from ckpt.storage.registers.base import RegisterValue
 from ckpt.storage.testing import random_bytes
 from helpers.nodes import directories
@@ -31,7 +31,7 @@ def filled_namespace(folder: Path, redundancy: str, count: int = 6) -> Namespace
     return namespace
 
 
-def large_file(namespace: Namespace, path: str = "d/f4") -> PathRecord:
+def large_file(namespace: Namespace, path: str = "d/f4") -> FileRecord:
     """Return the record of a file that is large enough to have objects."""
     file = namespace.stat(path)
     assert file is not None

@@ -20,7 +20,7 @@ def replace_file(root: Path, step: int, change: Callable[[Any], Any], suffix: st
     (old,) = group
     data = change((root / old.name).read_bytes())
     (root / old.name).write_bytes(data)
-    new = (json_records.FileRecord(old.name, len(data), digest("xxh3-128", data).hex()),)
+    new = (json_records.StepFile(old.name, len(data), digest("xxh3-128", data).hex()),)
     field = "manifests" if suffix == ".parquet" else "trees"
     path.write_bytes(json_records.encode_commit(dataclasses.replace(commit, **{field: new})))
 

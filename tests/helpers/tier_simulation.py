@@ -35,7 +35,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from ckpt.format.json_records import CommitRecord, FileRecord, decode_commit
+from ckpt.format.json_records import CommitRecord, StepFile, decode_commit
 from ckpt.groups.base import SingleProcessGroup
 from ckpt.loading.newest_step_load import load_newest_on_all_ranks
 from ckpt.loading.rank_agreement import LoadRequest
@@ -315,7 +315,7 @@ class TierSimulation:
                     self._require(is_there or is_removed, f"step {commit.step} of {place} has lost {file.name}")
         return found
 
-    def _is_damaged_copy(self, place: Path, file: FileRecord) -> bool:
+    def _is_damaged_copy(self, place: Path, file: StepFile) -> bool:
         """Return whether a file of a step was read as damaged in a memory, and another tier has it."""
         others = (self._places.plain_store(other) for other in self._places.all() if other != place)
         return self.faults.was_damaged("memory", file.name) and any(store.exists(file.name) for store in others)

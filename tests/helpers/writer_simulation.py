@@ -23,7 +23,7 @@ from pathlib import Path
 from obstore.store import MemoryStore
 
 from ckpt.errors import Fenced
-from ckpt.format.json_records import CommitRecord, FileRecord, decode_commit
+from ckpt.format.json_records import CommitRecord, StepFile, decode_commit
 from ckpt.repository.attempt import Attempt, AttemptSeries
 from ckpt.repository.commit_publication import delete_files, publish_commit, settle_attempt
 from ckpt.repository.completeness import note_complete
@@ -139,14 +139,14 @@ class Takeover:
         names = [f"steps/{step}/pack/{attempt}.pack", f"steps/{step}/manifest/{attempt}.parquet"]
         for name in names:
             repo.store.put(name, attempt.encode())
-        pack, manifest = (FileRecord(name, len(attempt)) for name in names)
+        pack, manifest = (StepFile(name, len(attempt)) for name in names)
         commit = CommitRecord(
             step, generation, "2026-01-01T00:00:00Z", 1, (manifest,), (), (pack, *reused[:1]), 0, 0, 0, 0, None, "0.1.0"
         )  # fmt: skip
         note_complete(commit)
         return commit
 
-    def _packs(self, repo: Repository, step: int) -> tuple[FileRecord, ...]:
+    def _packs(self, repo: Repository, step: int) -> tuple[StepFile, ...]:
         try:
             return repo.record(step).packs
         except NotFound:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpt.format.digest import digest
-from ckpt.format.json_records import CommitRecord, FileRecord, encode_commit, sign_commit
+from ckpt.format.json_records import CommitRecord, StepFile, encode_commit, sign_commit
 from ckpt.format.signature import NO_KEYS, Keys
 from ckpt.format.training_lines import TrainingLine
 from ckpt.repository.completeness import note_complete
@@ -28,10 +28,10 @@ def put_attempt(store: Store, step: int, attempt: str) -> tuple[str, str, str]:
 
 
 def commit_of(
-    step: int, attempt: str, packs: tuple[FileRecord, ...] = (), line: TrainingLine = FIRST_LINE, keys: Keys = NO_KEYS
+    step: int, attempt: str, packs: tuple[StepFile, ...] = (), line: TrainingLine = FIRST_LINE, keys: Keys = NO_KEYS
 ) -> CommitRecord:
     """Return the record of a step that an attempt may commit, with the files of `put_attempt` and other packs."""
-    files = [FileRecord(name, len(name), digest("xxh3-128", name.encode()).hex()) for name in attempt_files(step, attempt)]
+    files = [StepFile(name, len(name), digest("xxh3-128", name.encode()).hex()) for name in attempt_files(step, attempt)]
     record = CommitRecord(
         step, int(attempt.split("-")[1]), "2026-01-01T00:00:00Z", 1, (files[0],), (files[1],), (files[2], *packs),
         0, 0, 0, 0, None, "0.1.0", line.number, line.ancestry,
@@ -40,7 +40,7 @@ def commit_of(
 
 
 def put_step(
-    store: Store, step: int, attempt: str = "0-1-0", packs: tuple[FileRecord, ...] = (), line: TrainingLine = FIRST_LINE,
+    store: Store, step: int, attempt: str = "0-1-0", packs: tuple[StepFile, ...] = (), line: TrainingLine = FIRST_LINE,
     keys: Keys = NO_KEYS,
 ) -> CommitRecord:  # fmt: skip
     """Write the files of a step, and its commit record. The step counts as complete."""

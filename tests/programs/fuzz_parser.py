@@ -26,9 +26,9 @@ with atheris.instrument_imports(include=["ckpt"]):
     from ckpt.aggregator.placement.redundancy import Redundancy, parse_redundancy
     from ckpt.aggregator.placement.rendezvous_hash import MemberLocation
     from ckpt.aggregator.records import file_record, record_ring
-    from ckpt.aggregator.records.file_record import FileLayout, Fragment, MemberObject, PathRecord, RecordHead, Stripe
+    from ckpt.aggregator.records.file_record import FileLayout, FileRecord, Fragment, MemberObject, RecordHead, Stripe
     from ckpt.format import json_records, manifest
-    from ckpt.format.json_records import CommitRecord, FileRecord
+    from ckpt.format.json_records import CommitRecord, StepFile
     from ckpt.groups import hello
     from ckpt.recovery.run_log import agent_reports, entry_schema
     from ckpt.recovery.run_log.agent_reports import AgentReport
@@ -45,14 +45,14 @@ with atheris.instrument_imports(include=["ckpt"]):
 from helpers.tensorflow_indexes import encode_index
 
 COMMIT = CommitRecord(
-    7, 2, "2026-01-01T00:00:00Z", 2, (FileRecord("steps/7/manifest/0-2-1.parquet", 10, "00" * 16),),
-    (FileRecord("steps/7/manifest/0-2-1.json", 9, "11" * 16),), (FileRecord("steps/7/pack/0-2-1.pack", 4096),), 3, 4000, 4096,
+    7, 2, "2026-01-01T00:00:00Z", 2, (StepFile("steps/7/manifest/0-2-1.parquet", 10, "00" * 16),),
+    (StepFile("steps/7/manifest/0-2-1.json", 9, "11" * 16),), (StepFile("steps/7/pack/0-2-1.pack", 4096),), 3, 4000, 4096,
     0, None, "0.1.0",
 )  # fmt: skip
 RING = record_ring.RecordRing(3, (MemberLocation("a", ("rack",)), MemberLocation("b"), MemberLocation("c")), 1, "ns")
 
 FILE = file_record.encode_record(
-    PathRecord(
+    FileRecord(
         RecordHead("file", 4096, 1.0, 1.0, "v"),
         layout=FileLayout(
             Redundancy(1, 1), (MemberObject("a", "o1"), MemberObject("b", "o2")),
@@ -121,7 +121,7 @@ def _text(parse: Callable[[str], object]) -> Callable[[bytes], object]:
 
 def _parse_tree(data: bytes) -> object:
     class Step(Checkpoint):
-        def verified(self, file: FileRecord) -> bytes:
+        def verified(self, file: StepFile) -> bytes:
             return data
 
     step = Step(ObjectStore.__new__(_NoStore), COMMIT)

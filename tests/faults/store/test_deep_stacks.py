@@ -14,7 +14,7 @@ import pytest
 from helpers.folders import PROGRAMS
 
 import ckpt
-from ckpt.aggregator.records.file_record import PathRecord, RecordHead, decode_record, encode_record
+from ckpt.aggregator.records.file_record import FileRecord, RecordHead, decode_record, encode_record
 from ckpt.format import codec
 from ckpt.state.dtype_names import numpy_dtype
 from ckpt.storage.base.checked_decode import parse_json
@@ -88,7 +88,7 @@ def test_json_that_no_stack_can_decode_is_refused() -> None:
         parse_json("[" * 1_000_000)
 
 
-_RECORD = encode_record(PathRecord(RecordHead("file", 3, 1.0, 2.0, "v"), inline_data=b"abc"))
+_RECORD = encode_record(FileRecord(RecordHead("file", 3, 1.0, 2.0, "v"), inline_data=b"abc"))
 _STORED = bucket_format.encode_record("a", Record(value=_RECORD))
 DECODERS: dict[str, Callable[[], object]] = {
     "codec": lambda: codec.encode('{"id": "zlib", "level": 1}', np.zeros(64, np.uint8), 1),

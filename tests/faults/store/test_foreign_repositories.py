@@ -22,7 +22,7 @@ from helpers.states import assert_same, state_of
 
 import ckpt
 from ckpt.format import codec, json_records
-from ckpt.format.json_records import FileRecord
+from ckpt.format.json_records import StepFile
 from ckpt.storage.base.errors import Refused, StoreError, Unavailable
 from ckpt.storage.local.directory import LocalStore
 from ckpt.tools.inspect import command as inspect_command
@@ -102,9 +102,9 @@ def test_a_forged_state_tree_is_refused(root: Path, tree: str) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"trees": ()}, {"packs": (FileRecord("x", 4096),)}, {"packs": (FileRecord("steps/x/pack/0-1-0-0.pack", 4096),)},
-        {"packs": (FileRecord("steps/4/../x", 4096),)}, {"manifests": (FileRecord("../x", 9, "0" * 32),)},
-        {"trees": (FileRecord("../../etc/passwd", 9, "0" * 32),)},
+        {"trees": ()}, {"packs": (StepFile("x", 4096),)}, {"packs": (StepFile("steps/x/pack/0-1-0-0.pack", 4096),)},
+        {"packs": (StepFile("steps/4/../x", 4096),)}, {"manifests": (StepFile("../x", 9, "0" * 32),)},
+        {"trees": (StepFile("../../etc/passwd", 9, "0" * 32),)},
     ],
 )  # fmt: skip
 def test_a_record_with_files_that_no_step_has_counts_as_damaged(root: Path, change: dict[str, Any]) -> None:

@@ -75,10 +75,10 @@ def rewrite_commit(root: Path, step: int, **changes: Any) -> None:
     path = root / f"steps/{step}/commit.json"
     commit = json_records.decode_commit(path.read_bytes(), "commit")
 
-    def present_record(file: json_records.FileRecord) -> json_records.FileRecord:
+    def present_record(file: json_records.StepFile) -> json_records.StepFile:
         data = (root / file.name).read_bytes()
         algorithm = "blake3" if file.digest is not None and len(file.digest) == 64 else "xxh3-128"
-        return json_records.FileRecord(file.name, len(data), digest(algorithm, data).hex())
+        return json_records.StepFile(file.name, len(data), digest(algorithm, data).hex())
 
     manifests, trees = (tuple(map(present_record, files)) for files in (commit.manifests, commit.trees))
     commit = dataclasses.replace(commit, manifests=manifests, trees=trees, **changes)

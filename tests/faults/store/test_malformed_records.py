@@ -23,7 +23,7 @@ from ckpt.aggregator.cluster import etcd
 from ckpt.aggregator.cluster.etcd_client import EtcdItem
 from ckpt.aggregator.placement.rendezvous_hash import MemberLocation
 from ckpt.aggregator.records import file_record, leader_election, record_ring
-from ckpt.aggregator.records.file_record import PathRecord, RecordHead
+from ckpt.aggregator.records.file_record import FileRecord, RecordHead
 from ckpt.format import json_records
 from ckpt.groups import hello
 from ckpt.groups.process_identity import ProcessIdentity
@@ -265,7 +265,7 @@ def _packed(data: Any, rng: random.Random) -> bytes:
 def test_a_malformed_record_of_a_namespace_is_read_or_refused(rng: random.Random) -> None:
     locations = tuple(MemberLocation(name, ("r", name)) for name in "abc")
     members = msgpack.unpackb(record_ring.encode_ring(record_ring.RecordRing(1, locations, 1, "n")).head)
-    stored = file_record.encode_record(PathRecord(RecordHead("file", 3, 1.0, 1.0, "v", ()), inline_data=b"abc"))
+    stored = file_record.encode_record(FileRecord(RecordHead("file", 3, 1.0, 1.0, "v", ()), inline_data=b"abc"))
     head, body = msgpack.unpackb(stored.head), msgpack.unpackb(stored.body)
     for _ in range(TIMES):
         leader_election._decode_leader(_packed(_mutated(["me", 3], rng), rng))

@@ -36,14 +36,14 @@ import json, resource
 from functools import partial
 import numpy as np
 from ckpt.aggregator.records import file_record
-from ckpt.aggregator.records.file_record import PathRecord, RecordHead
+from ckpt.aggregator.records.file_record import FileRecord, RecordHead
 from ckpt.format import codec
 
 raw = np.random.default_rng(0).integers(0, 50, 1 << 20).astype(np.uint8)
 decoded = np.empty_like(raw)
 blocks = {name: (json.dumps({"id": name}), codec.encode(json.dumps({"id": name}), raw, 4)) for name in ("zstd", "float_planes")}
 content = bytes(4 << 20)
-record = file_record.encode_record(PathRecord(RecordHead("file", len(content), 0.0, 0.0, "1", ()), inline_data=content))
+record = file_record.encode_record(FileRecord(RecordHead("file", len(content), 0.0, 0.0, "1", ()), inline_data=content))
 
 def decode_block(name):
     config, block = blocks[name]

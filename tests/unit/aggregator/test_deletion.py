@@ -8,12 +8,12 @@ from helpers.nodes import directories
 
 from ckpt.aggregator.file_io.deletion import Deletion
 from ckpt.aggregator.file_io.namespace import Namespace
-from ckpt.aggregator.records.file_record import PathRecord, RecordHead, decode_record, encode_record, next_head
+from ckpt.aggregator.records.file_record import FileRecord, RecordHead, decode_record, encode_record, next_head
 
 
-def record(version: str, previous: PathRecord | None = None, kind: str = "file") -> PathRecord:
+def record(version: str, previous: FileRecord | None = None, kind: str = "file") -> FileRecord:
     """Return the record of a small file, or of another kind, after the previous record of its path."""
-    return PathRecord(next_head(RecordHead(kind, 1, 0.0, 0.0, version), previous), b"x" if kind == "file" else None)
+    return FileRecord(next_head(RecordHead(kind, 1, 0.0, 0.0, version), previous), b"x" if kind == "file" else None)
 
 
 def test_a_member_with_an_older_tombstone_does_not_hide_what_was_deleted() -> None:

@@ -21,7 +21,7 @@ from ckpt.aggregator.cluster.config import config_from_table
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import rebalance, repair, scrub
 from ckpt.aggregator.placement.rendezvous_hash import MemberLocation
-from ckpt.aggregator.records.file_record import PathRecord
+from ckpt.aggregator.records.file_record import FileRecord
 from ckpt.aggregator.records.ring_change import change_ring, complete_ring_change
 from ckpt.storage.base.errors import CkptError, InvalidArgument, NotFound, StoreError, Unavailable
 from ckpt.storage.base.failpoints import set_failpoints
@@ -255,7 +255,7 @@ def test_a_member_is_not_drained_where_too_few_others_exist(tmp_path: Path) -> N
     assert namespace.get("a") == DATA
 
 
-def striped_file(folder: Path, stripes: int) -> tuple[Namespace, PathRecord]:
+def striped_file(folder: Path, stripes: int) -> tuple[Namespace, FileRecord]:
     """Return a namespace on four disks and its file `f` of so many stripes; two stripes are on the same objects."""
     namespace = Namespace(directories(folder, 4, redundancy="2x"))
     while True:
@@ -268,7 +268,7 @@ def striped_file(folder: Path, stripes: int) -> tuple[Namespace, PathRecord]:
             return namespace, file
 
 
-def damage_fragment(folder: Path, file: PathRecord, stripe: int, number: int) -> None:
+def damage_fragment(folder: Path, file: FileRecord, stripe: int, number: int) -> None:
     """Damage one fragment of one stripe of the file on its disk."""
     assert file.layout is not None
     fragment = file.layout.stripes[stripe].fragments[number]

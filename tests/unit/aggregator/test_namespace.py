@@ -29,9 +29,9 @@ def test_a_record_is_decoded_as_it_was_encoded(tmp_path: Path) -> None:
     head = file_record.RecordHead("file", 5, 1.5, 2.5, "v")
     stripe = file_record.Stripe(0, 5, (file_record.Fragment(0, 4096, b"s"), None), 5)
     for file in (
-        file_record.PathRecord(head, inline_data=b"hello"),
-        file_record.PathRecord(file_record.RecordHead("deleted", 0, 1.0, 2.0, "w")),
-        file_record.PathRecord(
+        file_record.FileRecord(head, inline_data=b"hello"),
+        file_record.FileRecord(file_record.RecordHead("deleted", 0, 1.0, 2.0, "w")),
+        file_record.FileRecord(
             head, layout=file_record.FileLayout(parse_redundancy("4+2"), (file_record.MemberObject("m", "n"),), (stripe,))
         ),
     ):

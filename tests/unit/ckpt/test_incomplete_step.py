@@ -28,7 +28,7 @@ def rename_array_in_tree(root: Path, step: int) -> None:
     tree = json.loads((root / commit.trees[0].name).read_bytes())
     data = json.dumps(tree).replace('"array": "weight"', '"array": "absent"').encode()
     (root / commit.trees[0].name).write_bytes(data)
-    file = json_records.FileRecord(commit.trees[0].name, len(data), digest("xxh3-128", data).hex())
+    file = json_records.StepFile(commit.trees[0].name, len(data), digest("xxh3-128", data).hex())
     path.write_bytes(json_records.encode_commit(replace(commit, trees=(file,))))
 
 

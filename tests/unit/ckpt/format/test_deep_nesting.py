@@ -105,7 +105,7 @@ def test_a_record_ring_with_many_previous_rings_cannot_be_read(levels: int) -> N
 class _Step(Checkpoint):
     """A step with a tree of nested values for rank 0 and for all other ranks."""
 
-    def verified(self, file: json_records.FileRecord) -> bytes:
+    def verified(self, file: json_records.StepFile) -> bytes:
         return b'{"format":1,"tree":' + JSON + b"}" if file in self.commit.trees else super().verified(file)
 
 

@@ -15,7 +15,7 @@ from helpers.states import state_of
 from helpers.written_steps import commit_of
 
 import ckpt
-from ckpt.format.json_records import FileRecord
+from ckpt.format.json_records import StepFile
 from ckpt.repository import completeness
 from ckpt.repository.completeness import is_complete, note_complete
 from ckpt.repository.repository import Repository
@@ -77,7 +77,7 @@ def test_a_step_that_this_process_has_committed_is_not_read(saved: Repository) -
 def test_only_so_many_steps_are_remembered(saved: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest is forgotten, and read again."""
     monkeypatch.setattr(completeness, "_MAX_REMEMBERED", 2)
-    commits = [commit_of(step, "0-1-0", (FileRecord("x", 1),)) for step in (10, 11, 12)]
+    commits = [commit_of(step, "0-1-0", (StepFile("x", 1),)) for step in (10, 11, 12)]
     for commit in commits:
         note_complete(commit)
     assert [is_complete(saved.store, commit) for commit in commits] == [False, True, True]

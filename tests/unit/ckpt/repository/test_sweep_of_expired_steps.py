@@ -11,7 +11,7 @@ from helpers.lease_writers import Events, eventful_store
 from helpers.swept_repositories import events, files, files_of, lease, messages, repo
 from helpers.written_steps import FIRST_LINE, attempt_files, commit_of, put_attempt, put_step
 
-from ckpt.format.json_records import FileRecord, encode_commit
+from ckpt.format.json_records import StepFile, encode_commit
 from ckpt.format.signature import as_keys
 from ckpt.format.training_lines import TrainingLine
 from ckpt.repository.repository import Repository, commit_name
@@ -45,7 +45,7 @@ def test_a_pack_to_which_a_kept_step_refers_stays(repo: Repository, lease: Write
     for step in (1, 2):
         put_step(repo.store, step)
     pack = attempt_files(1, "0-1-0")[2]
-    put_step(repo.store, 3, packs=(FileRecord(pack, len(pack)),))
+    put_step(repo.store, 3, packs=(StepFile(pack, len(pack)),))
     sweep(repo, lease, Keep(1))
     assert files(repo) == files_of(3) | {pack}
 
@@ -78,7 +78,7 @@ def test_a_step_without_all_of_its_bytes_does_not_count(repo: Repository, lease:
 
 
 def test_a_step_has_all_files_if_each_has_its_length() -> None:
-    commit = commit_of(3, "0-1-0", (FileRecord("steps/1/pack/0-1-0-0.pack", 7),))
+    commit = commit_of(3, "0-1-0", (StepFile("steps/1/pack/0-1-0-0.pack", 7),))
     sizes = {name: len(name) for name in attempt_files(3, "0-1-0")} | {"steps/1/pack/0-1-0-0.pack": 7, "steps/9/x": 1}
     assert has_all_files(commit, sizes)
     for name in [*attempt_files(3, "0-1-0"), "steps/1/pack/0-1-0-0.pack"]:
@@ -90,7 +90,7 @@ def put_incomplete_step(store: Store, step: int, line: TrainingLine = FIRST_LINE
     """Write a step whose files have their lengths, but are no manifest and no tree."""
     put_attempt(store, step, "0-1-0")
     commit = commit_of(step, "0-1-0", line=line)
-    other = FileRecord(f"steps/{step}/manifest/0-1-0.json", 9, "0" * 32)
+    other = StepFile(f"steps/{step}/manifest/0-1-0.json", 9, "0" * 32)
     store.put(other.name, b"not a map")
     store.put(commit_name(step), encode_commit(replace(commit, trees=(other,))))
 
