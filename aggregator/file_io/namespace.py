@@ -28,7 +28,7 @@ from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.forks import call_in_forked_child, fork_safe_lock
 from ckpt.storage.base.store import Buffer, require_length
 from ckpt.storage.member.device import MemberInfo
-from ckpt.storage.registers.base import NO_BALLOT, Ballot, DamagedRecord, RegisterValue
+from ckpt.storage.registers.base import NO_BALLOT, Ballot, DamagedRegister, RegisterValue
 
 log = logging.getLogger("ckpt")
 
@@ -64,7 +64,7 @@ class Namespace(NamespaceRecords):
         damaged: set[str] = set()
         for records in answers.values():
             for name, record in records:
-                if isinstance(record, DamagedRecord):
+                if isinstance(record, DamagedRegister):
                     damaged.add(name)
                     continue
                 if record.value is None:

@@ -16,7 +16,7 @@ from ckpt.aggregator.records.paxos import BATCH_PATHS
 from ckpt.aggregator.records.record_ring import RING_PREFIX
 from ckpt.aggregator.records.replica_set import ballots_by_name, is_lagging
 from ckpt.storage.base.errors import CkptError, StoreError, Unavailable
-from ckpt.storage.registers.base import Ballot, DamagedRecord, Record, RegisterAnswer, RegisterValue
+from ckpt.storage.registers.base import Ballot, DamagedRegister, Register, RegisterAnswer, RegisterValue
 
 log = logging.getLogger("ckpt")
 
@@ -76,7 +76,7 @@ class _MemberRecords:
         for member, scanned in answers.items():
             changed: dict[str, Ballot | None] = {}
             for name, record in scanned:
-                ballot = record.accepted_ballot if isinstance(record, Record) else None
+                ballot = record.accepted_ballot if isinstance(record, Register) else None
                 if self.listed.get((member, name), ballot) != ballot or (member, name) not in self.listed:
                     changed[name] = ballot
                     is_settled = is_settled and not _is_tombstone(name, record)
@@ -107,8 +107,8 @@ class _MemberRecords:
         found: dict[str, Ballot | None] = {}
         for name, record in zip(ballots, records, strict=True):
             # A listing does not show that a body is damaged.
-            found[name] = ballots[name] if isinstance(record, DamagedRecord) else record.accepted_ballot
-            if isinstance(record, DamagedRecord):
+            found[name] = ballots[name] if isinstance(record, DamagedRegister) else record.accepted_ballot
+            if isinstance(record, DamagedRegister):
                 self.is_complete = False
                 if member in namespace.ring.replica_set(name).members:
                     self.damaged.add(name)
@@ -163,7 +163,7 @@ def read_all_records(namespace: Namespace) -> AllRecords:
 
 def _is_tombstone(name: str, record: RegisterAnswer) -> bool:
     """Return whether a listed register has the record of a deleted or renamed file, or may have it."""
-    if not isinstance(record, Record) or record.value is None:
+    if not isinstance(record, Register) or record.value is None:
         return False
     try:
         return file_record.decode_record_head(name[1:], record.value.head).kind == "deleted"

@@ -27,7 +27,7 @@ from ckpt.aggregator.records.file_record import FileLayout, MemberObject, drop_u
 from ckpt.aggregator.records.ring_change import complete_ring_change, ensure_record_redundancy
 from ckpt.aggregator.records.tombstone_collection import collect_tombstones
 from ckpt.storage.base.errors import CkptError, StoreError, Unavailable
-from ckpt.storage.registers.base import ABSENT_NAME, DamagedRecord
+from ckpt.storage.registers.base import ABSENT_NAME, DamagedRegister
 
 log = logging.getLogger("ckpt")
 
@@ -150,7 +150,7 @@ def _admit_restored_members(namespace: Namespace) -> None:
     answers, _ = namespace.fan_out.ask(
         {m: partial(r.read, [ABSENT_NAME]) for m, r in registers.items()}, namespace.commit_timeout_seconds
     )
-    incomplete = [m for m, (answer,) in answers.items() if isinstance(answer, DamagedRecord)]
+    incomplete = [m for m, (answer,) in answers.items() if isinstance(answer, DamagedRegister)]
     if not incomplete:
         return
     try:

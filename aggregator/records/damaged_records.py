@@ -11,7 +11,7 @@ from ckpt.storage.base.plural import format_count
 from ckpt.storage.registers.base import (
     REGISTERS_INCOMPLETE,
     Ballot,
-    DamagedRecord,
+    DamagedRegister,
     RegisterAnswer,
     Registers,
     RegisterValue,
@@ -36,10 +36,10 @@ def replace_damaged(
     agreed: by path, the value that a quorum of the other members has accepted after it had promised the ballot. promises: the
     answers of the members to the ballot, by path and member.
     """
-    damaged: dict[str, dict[str, DamagedRecord]] = defaultdict(dict)
+    damaged: dict[str, dict[str, DamagedRegister]] = defaultdict(dict)
     for path in agreed:
         for member, answer in promises[path].items():
-            if isinstance(answer, DamagedRecord):
+            if isinstance(answer, DamagedRegister):
                 damaged[member][path] = answer
 
     def accept_on(member: str) -> Callable[[], list[bool]]:

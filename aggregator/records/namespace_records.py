@@ -16,7 +16,7 @@ from ckpt.aggregator.records.register_update import Decide, OnRefused, Supersede
 from ckpt.aggregator.records.replica_set import ReplicaSet
 from ckpt.storage.base.errors import Outdated, StoreError, Unavailable
 from ckpt.storage.base.plural import format_count
-from ckpt.storage.registers.base import ABSENT_NAME, Record, RegisterAnswer, Registers, RegisterValue
+from ckpt.storage.registers.base import ABSENT_NAME, Register, RegisterAnswer, Registers, RegisterValue
 
 ScannedRecords = Mapping[str, Sequence[tuple[str, RegisterAnswer]]]
 """The names and records that each member returned, by member."""
@@ -74,7 +74,7 @@ class NamespaceRecords(Membership):
             if is_fencing:
                 registers.fence(ring.fence_number)
             (absent,) = registers.read([ABSENT_NAME], ring.fence_number)
-            return list(registers.scan_all(prefix, ring.fence_number)), isinstance(absent, Record)
+            return list(registers.scan_all(prefix, ring.fence_number)), isinstance(absent, Register)
 
         calls = {name: partial(read, self._member_registers[name]) for name in ring.all_members}
 

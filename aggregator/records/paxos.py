@@ -49,7 +49,7 @@ from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.registers.base import (
     Ballot,
     DirectChange,
-    Record,
+    Register,
     RegisterAnswer,
     Registers,
     RegisterValue,
@@ -275,8 +275,8 @@ class ReplicatedRegisters:
             )
         changes: dict[str, DirectChange] = {}
         for path, replicas in replica_sets.items():
-            record = Record() if update.expect_absent else answers[path].get(replicas.members[0])
-            if not isinstance(record, Record):
+            record = Register() if update.expect_absent else answers[path].get(replicas.members[0])
+            if not isinstance(record, Register):
                 continue
             new = update.decide(path, record.value)
             # Where `decide` keeps the value, two phases confirm it: the first member may not have the newest one.

@@ -24,7 +24,7 @@ from ckpt.aggregator.records.paxos import ReplicatedRegisters
 from ckpt.aggregator.records.replica_set import ReplicaSet, VotingGroup
 from ckpt.storage.base.errors import Changed, IntegrityError, InvalidArgument, Refused, Unavailable
 from ckpt.storage.registers import fence_numbers
-from ckpt.storage.registers.base import ABSENT_NAME, Ballot, Record, RegisterAnswer, Registers, RegisterValue, is_final
+from ckpt.storage.registers.base import ABSENT_NAME, Ballot, Register, RegisterAnswer, Registers, RegisterValue, is_final
 
 RING_PREFIX = "ring/"
 
@@ -208,7 +208,7 @@ def highest_fence_number(ring: RecordRing, registers: Mapping[str, Registers], f
 
 def _max_fence_number(absent: Iterable[RegisterAnswer]) -> int:
     """Return the highest fence number in members' answers for a register that does not exist; 0 if all are in era 0."""
-    return max((answer.promised_ballot.round for answer in absent if isinstance(answer, Record)), default=0)
+    return max((answer.promised_ballot.round for answer in absent if isinstance(answer, Register)), default=0)
 
 
 def _check_one_namespace(answers: Mapping[str, _RingAnswer]) -> None:
@@ -216,7 +216,7 @@ def _check_one_namespace(answers: Mapping[str, _RingAnswer]) -> None:
     members_by_namespace: dict[str, list[str]] = {}
     for member, answer in answers.items():
         for _, record in answer.rings:
-            if isinstance(record, Record) and record.value is not None and is_final(record):
+            if isinstance(record, Register) and record.value is not None and is_final(record):
                 names = members_by_namespace.setdefault(decode_ring(record.value).namespace, [])
                 if member not in names:
                     names.append(member)
@@ -288,7 +288,7 @@ def _list_rings(answers: Mapping[str, _RingAnswer]) -> list[RecordRing]:
     newest_by_epoch: dict[int, tuple[bool, Ballot, RecordRing]] = {}
     for answer in answers.values():
         for _, record in answer.rings:
-            if isinstance(record, Record) and record.value is not None:
+            if isinstance(record, Register) and record.value is not None:
                 ring = decode_ring(record.value)
                 candidate = is_final(record), record.accepted_ballot, ring
                 newest = newest_by_epoch.get(ring.epoch, candidate)
@@ -304,7 +304,7 @@ def _is_agreed(answers: Mapping[str, _RingAnswer], ring: RecordRing) -> bool:
 def _is_newest(answers: Mapping[str, _RingAnswer], ring: RecordRing) -> bool:
     """Return whether enough members that vote on the next ring have answered, so that no next ring can exist."""
     # Members whose registers were lost do not vote.
-    voting = {name for name, answer in answers.items() if isinstance(answer.absent, Record)}
+    voting = {name for name, answer in answers.items() if isinstance(answer.absent, Register)}
     return ring_electors(ring).can_read(voting)
 
 

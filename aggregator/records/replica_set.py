@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from ckpt.aggregator.placement.redundancy import Quorum
 from ckpt.storage.base.errors import StoreError, Unavailable
-from ckpt.storage.registers.base import NO_BALLOT, Ballot, DamagedRecord, Record, RegisterAnswer
+from ckpt.storage.registers.base import NO_BALLOT, Ballot, DamagedRegister, Register, RegisterAnswer
 
 
-class RecordDamaged(Unavailable):
+class QuorumDamaged(Unavailable):
     """Enough members answer, but too few of them have the record of a path undamaged."""
 
 
@@ -46,7 +46,7 @@ class ReplicaSet:
         """Return whether these members are a quorum for a read."""
         return all(sum(m in members for m in g.members) >= g.quorum.read for g in self.groups)
 
-    def newest(self, records: Mapping[str, Record]) -> Record:
+    def newest(self, records: Mapping[str, Register]) -> Register:
         """Return the newest record of the first group.
 
         The first group has everything that was agreed. Records that members of the second group have from before are outdated.
@@ -72,16 +72,16 @@ def no_quorum_error(
     *,
     is_write: bool,
 ) -> Unavailable:
-    """Return the error for the first group that has no quorum: RecordDamaged if enough of its members answer.
+    """Return the error for the first group that has no quorum: QuorumDamaged if enough of its members answer.
 
     answers, errors: by member.
     """
-    voting = {m for m, a in answers.items() if isinstance(a, Record)}
+    voting = {m for m, a in answers.items() if isinstance(a, Register)}
     needed = {g: g.quorum.write if is_write else g.quorum.read for g in replica_set.groups}
     group = next(g for g in replica_set.groups if len(voting.intersection(g.members)) < needed[g])
-    reasons = [f"{m}: {a.reason}" for m, a in answers.items() if m in group.members and isinstance(a, DamagedRecord)]
+    reasons = [f"{m}: {a.reason}" for m, a in answers.items() if m in group.members and isinstance(a, DamagedRegister)]
     reasons += [f"{m}: {e}" for m, e in errors.items() if m in group.members]
-    kind = RecordDamaged if len(answers.keys() & set(group.members)) >= needed[group] else Unavailable
+    kind = QuorumDamaged if len(answers.keys() & set(group.members)) >= needed[group] else Unavailable
     return kind(
         f"can't {'change' if is_write else 'read'} {path}: {len(voting.intersection(group.members))} of the "
         f"{len(group.members)} members that keep its record answer, {needed[group]} are needed ({'; '.join(reasons)}); "
@@ -107,7 +107,7 @@ def ballots_by_name(scanned: Mapping[str, Iterable[tuple[str, RegisterAnswer]]])
     found: dict[str, dict[str, Ballot | None]] = defaultdict(dict)
     for member, listed in scanned.items():
         for name, record in listed:
-            found[name][member] = record.accepted_ballot if isinstance(record, Record) else None
+            found[name][member] = record.accepted_ballot if isinstance(record, Register) else None
     return found
 
 
@@ -120,14 +120,14 @@ def is_lagging(replicas: ReplicaSet, ballots: Mapping[str, Ballot | None], answe
     return len(found) > 1 or None in found
 
 
-def undamaged_records(got: Mapping[str, RegisterAnswer]) -> dict[str, Record]:
+def undamaged_records(got: Mapping[str, RegisterAnswer]) -> dict[str, Register]:
     """Return the answers that are not damaged records, by member."""
-    return {m: a for m, a in got.items() if isinstance(a, Record)}
+    return {m: a for m, a in got.items() if isinstance(a, Register)}
 
 
 def promises_given(got: Mapping[str, RegisterAnswer], ballot: Ballot) -> dict[str, bool]:
     """Return whether each member with an undamaged record has promised this ballot."""
-    return {m: a.promised_ballot == ballot for m, a in got.items() if isinstance(a, Record)}
+    return {m: a.promised_ballot == ballot for m, a in got.items() if isinstance(a, Register)}
 
 
 def is_decided(votes: Mapping[str, bool], replica_set: ReplicaSet) -> bool:

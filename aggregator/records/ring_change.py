@@ -27,11 +27,11 @@ from ckpt.aggregator.records import record_ring
 from ckpt.aggregator.records.namespace_records import NamespaceRecords
 from ckpt.aggregator.records.paxos import BATCH_PATHS
 from ckpt.aggregator.records.record_ring import RecordRing
-from ckpt.aggregator.records.replica_set import RecordDamaged, ballots_by_name, is_lagging
+from ckpt.aggregator.records.replica_set import QuorumDamaged, ballots_by_name, is_lagging
 from ckpt.storage.base.errors import Changed, InvalidArgument, StoreError, Unavailable
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.plural import first_few, format_count
-from ckpt.storage.registers.base import ABSENT_NAME, DamagedRecord, Record, is_final
+from ckpt.storage.registers.base import ABSENT_NAME, DamagedRegister, Register, is_final
 
 log = logging.getLogger("ckpt")
 
@@ -120,11 +120,11 @@ def _prepare_members(records: NamespaceRecords, old: RecordRing, names: set[str]
         registers = records.open_members[name].registers
         (absent_answer,) = registers.read([ABSENT_NAME])
         if name in old.all_members:
-            if isinstance(absent_answer, DamagedRecord):
+            if isinstance(absent_answer, DamagedRegister):
                 raise Unavailable(f"its records were lost; repair {records.url} first")
             return
         finals = [
-            r.value for _, r in registers.scan(record_ring.RING_PREFIX) if isinstance(r, Record) and r.value and is_final(r)
+            r.value for _, r in registers.scan(record_ring.RING_PREFIX) if isinstance(r, Register) and r.value and is_final(r)
         ]
         is_foreign = any(record_ring.decode_ring(value).namespace != old.namespace for value in finals)
         if is_foreign or (not finals and registers.scan("/", limit=1)):
@@ -192,7 +192,7 @@ def _settle_undamaged(records: NamespaceRecords, names: list[str]) -> dict[str, 
     """
     try:
         records.settle(names, on_all_members=False)
-    except RecordDamaged as error:
+    except QuorumDamaged as error:
         if len(names) == 1:
             return {names[0]: str(error)}
         half = len(names) // 2

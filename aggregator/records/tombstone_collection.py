@@ -37,7 +37,7 @@ from ckpt.aggregator.records.paxos import BATCH_PATHS
 from ckpt.storage.base.errors import CkptError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.threads import try_start
-from ckpt.storage.registers.base import ABSENT_NAME, NO_BALLOT, Ballot, Record, RegisterAnswer
+from ckpt.storage.registers.base import ABSENT_NAME, NO_BALLOT, Ballot, Register, RegisterAnswer
 
 log = logging.getLogger("ckpt")
 
@@ -75,7 +75,7 @@ def collect_tombstones(records: NamespaceRecords, age_seconds: float | None = No
     return collected
 
 
-def _list_tombstones(records: NamespaceRecords, age_seconds: float) -> dict[str, dict[str, Record]]:
+def _list_tombstones(records: NamespaceRecords, age_seconds: float) -> dict[str, dict[str, Register]]:
     """Return the registers to collect: by name, the record of each member of the replica set.
 
     These are registers with a tombstone of at least this age, and registers without a value. Empty if a member is missing.
@@ -87,7 +87,7 @@ def _list_tombstones(records: NamespaceRecords, age_seconds: float) -> dict[str,
         records.settle(lagging)
         listed = _scan_registers(records)
     return {
-        name: {m: r for m, r in each.items() if isinstance(r, Record)}
+        name: {m: r for m, r in each.items() if isinstance(r, Register)}
         for name, each in listed.items()
         if _is_deleted(name, each, age_seconds) and not has_different_values(each)
     }
@@ -105,10 +105,10 @@ def _scan_registers(records: NamespaceRecords) -> dict[str, dict[str, RegisterAn
 
 
 def _is_deleted(name: str, answers: Mapping[str, RegisterAnswer], age_seconds: float) -> bool:
-    records = [r for r in answers.values() if isinstance(r, Record)]
+    records = [r for r in answers.values() if isinstance(r, Register)]
     if len(records) < len(answers):
         return False
-    newest = max(records, key=lambda r: r.accepted_ballot, default=Record()).value
+    newest = max(records, key=lambda r: r.accepted_ballot, default=Register()).value
     if newest is None:
         return True
     try:
@@ -120,18 +120,18 @@ def _is_deleted(name: str, answers: Mapping[str, RegisterAnswer], age_seconds: f
 
 def has_different_values(answers: Mapping[str, RegisterAnswer]) -> bool:
     """Return whether members have different values. A member without a value does not count: it can bring nothing back."""
-    return len({r.accepted_ballot for r in answers.values() if isinstance(r, Record) and r.accepted_ballot != NO_BALLOT}) > 1
+    return len({r.accepted_ballot for r in answers.values() if isinstance(r, Register) and r.accepted_ballot != NO_BALLOT}) > 1
 
 
 def _confirm_collectable(
-    records: NamespaceRecords, names: Sequence[str], found: Mapping[str, Mapping[str, Record]], fence_number: int
+    records: NamespaceRecords, names: Sequence[str], found: Mapping[str, Mapping[str, Register]], fence_number: int
 ) -> dict[str, list[tuple[str, Ballot]]]:
     """Return the registers that each member may forget, with their ballots, after all members were read with the new number."""
     ring = records.ring
     registers = {name: records.open_members[name].registers for name in ring.all_members}
     calls = {m: partial(each.read, [ABSENT_NAME, *names], fence_number) for m, each in registers.items()}
     answers, errors = records.fan_out.ask(calls, records.commit_timeout_seconds)
-    if errors or any(not isinstance(given[0], Record) for given in answers.values()):  # the registers of a member were lost
+    if errors or any(not isinstance(given[0], Register) for given in answers.values()):  # the registers of a member were lost
         return {}
     by_name = {name: {m: given[i] for m, given in answers.items()} for i, name in enumerate(names, 1)}
     _drop_strays(records, by_name, fence_number)
@@ -152,7 +152,7 @@ def is_collectable(answers: Mapping[str, RegisterAnswer], ballot: Ballot, replic
     member may have a value.
     """
     return all(
-        isinstance(r, Record) and r.accepted_ballot in (NO_BALLOT, ballot if m in replicas else NO_BALLOT)
+        isinstance(r, Register) and r.accepted_ballot in (NO_BALLOT, ballot if m in replicas else NO_BALLOT)
         for m, r in answers.items()
     )
 
@@ -164,13 +164,13 @@ def _drop_strays(records: NamespaceRecords, by_name: dict[str, dict[str, Registe
     for name, each in by_name.items():
         replicas = ring.replica_set(name).members
         for member, answer in each.items():
-            if member not in replicas and isinstance(answer, Record) and answer.accepted_ballot != NO_BALLOT:
+            if member not in replicas and isinstance(answer, Register) and answer.accepted_ballot != NO_BALLOT:
                 strays[member].append(name)
     calls = {m: partial(records.open_members[m].registers.drop, names, fence_number) for m, names in strays.items()}
     dropped, _ = records.fan_out.ask(calls, records.commit_timeout_seconds)
     for member in dropped:
         for name in strays[member]:
-            by_name[name][member] = Record()
+            by_name[name][member] = Register()
 
 
 def _forget_registers(

@@ -25,8 +25,8 @@ from ckpt.storage.base.errors import AlreadyExists, IntegrityError, NotFound, Ou
 from ckpt.storage.base.threads import DaemonThreadPool
 from ckpt.storage.member.bucket_format import (
     REGISTERS_FOLDER,
-    decode_record,
-    encode_record,
+    decode_register,
+    encode_register,
     key_folders,
     object_key,
     register_name,
@@ -38,9 +38,9 @@ from ckpt.storage.registers.base import (
     BODY_BYTES,
     REGISTERS_INCOMPLETE,
     Ballot,
-    DamagedRecord,
+    DamagedRegister,
     DirectChange,
-    Record,
+    Register,
     RegisterAnswer,
     Registers,
     RegisterValue,
@@ -78,8 +78,8 @@ class _RegisterFacts:
     def apply_to(self, stored: RegisterAnswer | None) -> RegisterAnswer:
         """Return what a member with these facts answers for a register as it is stored; None for a missing one."""
         if stored is None:
-            return with_floor_promise(Record(), self.fence_number) if self.is_complete else REGISTERS_INCOMPLETE
-        return with_floor_promise(stored, self.fence_number) if isinstance(stored, Record) else stored
+            return with_floor_promise(Register(), self.fence_number) if self.is_complete else REGISTERS_INCOMPLETE
+        return with_floor_promise(stored, self.fence_number) if isinstance(stored, Register) else stored
 
 
 class Bucket:
@@ -153,7 +153,7 @@ class BucketRegisters(Registers):
         return answers
 
     def prepare(self, names: Sequence[str], ballot: Ballot, fence_number: int = 0) -> list[RegisterAnswer]:
-        def promise(record: RegisterAnswer) -> tuple[Record | None, RegisterAnswer]:
+        def promise(record: RegisterAnswer) -> tuple[Register | None, RegisterAnswer]:
             new = with_promise(record, ballot)
             return new, new or record
 
@@ -164,12 +164,12 @@ class BucketRegisters(Registers):
     ) -> list[bool]:
         values_by_name = dict(values)
 
-        def take(name: str) -> Callable[[RegisterAnswer], tuple[Record | None, bool]]:
-            def step(record: RegisterAnswer) -> tuple[Record | None, bool]:
-                if isinstance(record, Record) and record.accepted_ballot == ballot and record.value == values_by_name[name]:
+        def take(name: str) -> Callable[[RegisterAnswer], tuple[Register | None, bool]]:
+            def step(record: RegisterAnswer) -> tuple[Register | None, bool]:
+                if isinstance(record, Register) and record.accepted_ballot == ballot and record.value == values_by_name[name]:
                     return None, True  # an earlier put without an answer has succeeded
                 return (
-                    (Record(ballot, ballot, values_by_name[name]), True)
+                    (Register(ballot, ballot, values_by_name[name]), True)
                     if can_accept(record, ballot, repair_damaged)
                     else (None, False)
                 )
@@ -181,14 +181,14 @@ class BucketRegisters(Registers):
     def change(self, changes: Sequence[DirectChange], writer: str, fence_number: int = 0) -> list[bool]:
         changes_by_name = {change.name: change for change in changes}
 
-        def take(name: str) -> Callable[[RegisterAnswer], tuple[Record | None, bool]]:
+        def take(name: str) -> Callable[[RegisterAnswer], tuple[Register | None, bool]]:
             change = changes_by_name[name]
             ballot = change.expected.next_step(writer)
 
-            def step(record: RegisterAnswer) -> tuple[Record | None, bool]:
-                if isinstance(record, Record) and record.accepted_ballot == ballot and record.value == change.value:
+            def step(record: RegisterAnswer) -> tuple[Register | None, bool]:
+                if isinstance(record, Register) and record.accepted_ballot == ballot and record.value == change.value:
                     return None, True  # an earlier put without an answer has succeeded
-                return (Record(ballot, ballot, change.value), True) if can_change_directly(record, change) else (None, False)
+                return (Register(ballot, ballot, change.value), True) if can_change_directly(record, change) else (None, False)
 
             return step
 
@@ -211,7 +211,7 @@ class BucketRegisters(Registers):
             current, tag = self._read_record(name)
             if current is not None and is_final(current):
                 return require_same_value(current, name, value)
-            if self._store.put_if(object_key(name), encode_record(name, final_record(value)), tag):
+            if self._store.put_if(object_key(name), encode_register(name, final_record(value)), tag):
                 return None
         raise Unavailable(f"{self._store.url}/{object_key(name)} changes all the time; try again")
 
@@ -265,7 +265,7 @@ class BucketRegisters(Registers):
         found = [each for each in read if each is not None and each[0].startswith(prefix)]
         self._require_current_fence(fence_number)
         for name, answer in sorted(found, key=lambda each: each[0]):
-            yield name, with_floor_promise(answer, number) if isinstance(answer, Record) else answer
+            yield name, with_floor_promise(answer, number) if isinstance(answer, Register) else answer
 
     def _forget_record(
         self, name: str, can_forget: Callable[[RegisterAnswer, _RegisterFacts], bool], creates: bool = False
@@ -284,7 +284,7 @@ class BucketRegisters(Registers):
             current = facts.apply_to(stored)
             if is_final(current) or not can_forget(current, facts):
                 return False
-            if self._store.put_if(object_key(name), encode_record(name, Record()), tag):
+            if self._store.put_if(object_key(name), encode_register(name, Register()), tag):
                 return stored is not None
         return False
 
@@ -295,7 +295,7 @@ class BucketRegisters(Registers):
 
     def _change_records(
         self,
-        step: Callable[[str], Callable[[RegisterAnswer], tuple[Record | None, U]]],
+        step: Callable[[str], Callable[[RegisterAnswer], tuple[Register | None, U]]],
         names: Sequence[str],
         fence_number: int,
     ) -> list[U]:
@@ -307,12 +307,12 @@ class BucketRegisters(Registers):
         self._require_current_fence(fence_number)
         return answers
 
-    def _replace_record(self, name: str, step: Callable[[RegisterAnswer], tuple[Record | None, U]], fence_number: int) -> U:
+    def _replace_record(self, name: str, step: Callable[[RegisterAnswer], tuple[Register | None, U]], fence_number: int) -> U:
         for _ in range(MAX_TRIES):
             stored, tag = self._read_record(name)
             # The facts are read after the register, so that a register that was forgotten after a fence is never taken for new.
             new, answer = step(self._require_current_fence(fence_number).apply_to(stored))
-            if new is None or self._store.put_if(object_key(name), encode_record(name, new), tag):
+            if new is None or self._store.put_if(object_key(name), encode_register(name, new), tag):
                 return answer
         raise Unavailable(f"{self._store.url}/{object_key(name)} changes all the time; try again")
 
@@ -323,9 +323,9 @@ class BucketRegisters(Registers):
         except NotFound:
             return None, None
         except IntegrityError as error:
-            return DamagedRecord(str(error)), self._store.tag(object_key(name))
-        stored_name, answer = decode_record(data)
-        return (answer if stored_name == name else DamagedRecord(f"it is that of {stored_name!r}")), tag
+            return DamagedRegister(str(error)), self._store.tag(object_key(name))
+        stored_name, answer = decode_register(data)
+        return (answer if stored_name == name else DamagedRegister(f"it is that of {stored_name!r}")), tag
 
     def _read_listed(self, key: str) -> tuple[str, RegisterAnswer] | None:
         """Return the name and the answer of a register of a listing; None if it was deleted or dropped since.
@@ -333,16 +333,16 @@ class BucketRegisters(Registers):
         The name is "" if neither the object nor its content shows it.
         """
         try:
-            name, answer = decode_record(self._store.get_up_to(key, _RECORD_BYTES))
+            name, answer = decode_register(self._store.get_up_to(key, _RECORD_BYTES))
         except NotFound:  # deleted since the listing
             return None
         except IntegrityError:
-            name, answer = "", DamagedRecord("it is too long")
-        if isinstance(answer, Record) and answer.value is not None:
-            answer = Record(answer.promised_ballot, answer.accepted_ballot, RegisterValue(answer.value.head))
+            name, answer = "", DamagedRegister("it is too long")
+        if isinstance(answer, Register) and answer.value is not None:
+            answer = Register(answer.promised_ballot, answer.accepted_ballot, RegisterValue(answer.value.head))
         if name == "" or object_key(name) != key:  # the bytes do not contain the name of the register
-            return register_name(key), DamagedRecord("it can't be read")
-        return (name, answer) if answer != Record() else None  # an empty record is a dropped register
+            return register_name(key), DamagedRegister("it can't be read")
+        return (name, answer) if answer != Register() else None  # an empty record is a dropped register
 
     def _require_current_fence(self, fence_number: int) -> _RegisterFacts:
         facts = self._read_facts()

@@ -10,8 +10,8 @@ import xxhash
 from ckpt.storage.base.errors import is_transient
 from ckpt.storage.registers.base import (
     BODY_BYTES,
-    DamagedRecord,
-    Record,
+    DamagedRegister,
+    Register,
     RegisterAnswer,
     RegisterValue,
     decode_ballot,
@@ -53,7 +53,7 @@ def _escape_segment(part: str) -> str:
     return f"_2e{plain[1:]}" if plain.startswith(".") else plain
 
 
-def encode_record(name: str, record: Record) -> bytes:
+def encode_register(name: str, record: Register) -> bytes:
     """Return a register as bytes, with its name and a checksum."""
     value = record.value
     require_record_fits(name, value)
@@ -64,16 +64,16 @@ def encode_record(name: str, record: Record) -> bytes:
     return packed
 
 
-def decode_record(data: bytes) -> tuple[str, RegisterAnswer]:
+def decode_register(data: bytes) -> tuple[str, RegisterAnswer]:
     """Return the name and the record; the name is "" if it cannot be read."""
     name = ""
     try:
         name, promised, accepted, given, total = msgpack.unpackb(data, max_bin_len=2 * BODY_BYTES)
         value = None if given is None else RegisterValue(*given)
         if record_checksum(name, promised, accepted, value) == total:
-            return name, Record(decode_ballot(promised), decode_ballot(accepted), value)
+            return name, Register(decode_ballot(promised), decode_ballot(accepted), value)
     except Exception as error:  # msgpack raises errors of many types for other bytes
         if is_transient(error):
             raise
-        return str(name), DamagedRecord("it can't be read")
-    return name, DamagedRecord("its checksum does not match")
+        return str(name), DamagedRegister("it can't be read")
+    return name, DamagedRegister("its checksum does not match")

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from ckpt.storage.base import errors
 from ckpt.storage.base.errors import CkptError, StoreError
-from ckpt.storage.registers.base import Ballot, DamagedRecord, DirectChange, Record, RegisterAnswer, RegisterValue
+from ckpt.storage.registers.base import Ballot, DamagedRegister, DirectChange, Register, RegisterAnswer, RegisterValue
 
 if TYPE_CHECKING:
     from ckpt.storage.base.store import Buffer
@@ -128,7 +128,7 @@ def encode_answers(answers: Sequence[RegisterAnswer]) -> list[object]:
     """Return the answers of registers as lists: [reason] for a damaged record, else [promised, accepted, value]."""
     return [
         [a.reason]
-        if isinstance(a, DamagedRecord)
+        if isinstance(a, DamagedRegister)
         else [list(a.promised_ballot), list(a.accepted_ballot), encode_value(a.value)]
         for a in answers
     ]
@@ -137,9 +137,9 @@ def encode_answers(answers: Sequence[RegisterAnswer]) -> list[object]:
 def decode_answers(data: Sequence[Any]) -> list[RegisterAnswer]:
     """Return the answers that `encode_answers` encoded. Raises TypeError or IndexError for other lists."""
     return [
-        DamagedRecord(a[0])
+        DamagedRegister(a[0])
         if len(a) == 1
-        else Record(Ballot(*a[0]), Ballot(*a[1]), None if a[2] is None else RegisterValue(*a[2]))
+        else Register(Ballot(*a[0]), Ballot(*a[1]), None if a[2] is None else RegisterValue(*a[2]))
         for a in data
     ]
 

@@ -64,7 +64,7 @@ class RegisterValue:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class Register:
     """A register of one member: the ballot that it promised, and the value that it accepted last, with its ballot."""
 
     promised_ballot: Ballot = NO_BALLOT
@@ -73,7 +73,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class DamagedRecord:
+class DamagedRegister:
     """The answer for a record that is damaged, or may have been lost. It does not count as a vote."""
 
     reason: str
@@ -88,9 +88,9 @@ class DirectChange:
     value: RegisterValue
 
 
-RegisterAnswer = Record | DamagedRecord
+RegisterAnswer = Register | DamagedRegister
 
-REGISTERS_INCOMPLETE = DamagedRecord("the registers of this member are new, or were lost and are not all restored")
+REGISTERS_INCOMPLETE = DamagedRegister("the registers of this member are new, or were lost and are not all restored")
 """The answer of a member for a name that it does not have, until `mark_complete` was called."""
 
 
@@ -201,51 +201,51 @@ class Registers(ABC):
             after = found[-1][0]
 
 
-def with_floor_promise(record: Record, fence_number: int) -> Record:
+def with_floor_promise(record: Register, fence_number: int) -> Register:
     """Return a record as a member with this fence number reports it: without a value, it has promised at least the floor."""
     if record.value is not None or record.promised_ballot >= floor_ballot(fence_number):
         return record
-    return Record(floor_ballot(fence_number), record.accepted_ballot, None)
+    return Register(floor_ballot(fence_number), record.accepted_ballot, None)
 
 
 def can_collect(record: RegisterAnswer, ballot: Ballot, fence_number: int) -> bool:
     """Return whether a member with this fence number may delete a register whose value was found with this ballot."""
-    if not isinstance(record, Record) or is_final(record):
+    if not isinstance(record, Register) or is_final(record):
         return False
     return record.accepted_ballot == ballot and record.promised_ballot <= floor_ballot(fence_number)
 
 
-def final_record(value: RegisterValue) -> Record:
+def final_record(value: RegisterValue) -> Register:
     """Return a record that can never change."""
-    return Record(_FINAL_BALLOT, _FINAL_BALLOT, value)
+    return Register(_FINAL_BALLOT, _FINAL_BALLOT, value)
 
 
 def is_final(answer: RegisterAnswer) -> bool:
     """Return whether a record can never change. Its promise does not show that: it may have promised a ballot that high."""
-    return isinstance(answer, Record) and answer.accepted_ballot == _FINAL_BALLOT
+    return isinstance(answer, Register) and answer.accepted_ballot == _FINAL_BALLOT
 
 
 def require_same_value(record: RegisterAnswer, name: str, value: RegisterValue) -> None:
     """Raise Changed unless a final record has this value."""
-    if not isinstance(record, Record) or record.value != value:
+    if not isinstance(record, Register) or record.value != value:
         raise Changed(
             f"{name} was agreed on before with another value; this member belongs to another namespace: name it there only"
         )
 
 
-def with_promise(record: RegisterAnswer, ballot: Ballot) -> Record | None:
+def with_promise(record: RegisterAnswer, ballot: Ballot) -> Register | None:
     """Return the record after it has promised this ballot; None if it does not promise it."""
-    if isinstance(record, DamagedRecord) or is_final(record) or record.promised_ballot >= ballot:
+    if isinstance(record, DamagedRegister) or is_final(record) or record.promised_ballot >= ballot:
         return None
-    return Record(ballot, record.accepted_ballot, record.value)
+    return Register(ballot, record.accepted_ballot, record.value)
 
 
 def can_accept(record: RegisterAnswer, ballot: Ballot, repair_damaged: bool) -> bool:
     """Return whether a register accepts a value that is proposed with this ballot."""
-    return repair_damaged if isinstance(record, DamagedRecord) else record.promised_ballot <= ballot and not is_final(record)
+    return repair_damaged if isinstance(record, DamagedRegister) else record.promised_ballot <= ballot and not is_final(record)
 
 
-def can_propose_directly(record: Record, fence_number: int) -> bool:
+def can_propose_directly(record: Register, fence_number: int) -> bool:
     """Return whether a client with this fence number may try a direct change of what it has read from the first member.
 
     A register without a value needs two phases in a later ring: a member may have a first value from an earlier ring, in which
@@ -259,7 +259,7 @@ def can_change_directly(record: RegisterAnswer, change: DirectChange) -> bool:
 
     It must not have promised a higher ballot: the proposer of that ballot has read the register and relies on its value.
     """
-    if isinstance(record, DamagedRecord) or is_final(record):
+    if isinstance(record, DamagedRegister) or is_final(record):
         return False
     return record.accepted_ballot == change.expected and record.promised_ballot <= change.expected
 

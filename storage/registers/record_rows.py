@@ -9,8 +9,8 @@ import sqlite3
 
 from ckpt.storage.registers.base import (
     REGISTERS_INCOMPLETE,
-    DamagedRecord,
-    Record,
+    DamagedRegister,
+    Register,
     RegisterAnswer,
     RegisterValue,
     decode_ballot,
@@ -49,16 +49,16 @@ def read_record(db: sqlite3.Connection, name: str) -> RegisterAnswer:
     """Return the record of a register, or that it is damaged or may have been lost."""
     row = db.execute(_READ_SQL, (name,)).fetchone()
     if row is None:
-        return with_floor_promise(Record(), read_fact(db, FENCE_FACT)) if read_fact(db, "complete") else REGISTERS_INCOMPLETE
+        return with_floor_promise(Register(), read_fact(db, FENCE_FACT)) if read_fact(db, "complete") else REGISTERS_INCOMPLETE
     promised, accepted, total, head, body = row
     value = None if head is None else RegisterValue(head, body or b"")
     try:
         if record_checksum(name, promised, accepted, value) == total:
-            found = Record(decode_ballot(promised), decode_ballot(accepted), value)
+            found = Register(decode_ballot(promised), decode_ballot(accepted), value)
             return found if value is not None else with_floor_promise(found, read_fact(db, FENCE_FACT))
     except (TypeError, ValueError, AttributeError):
         pass  # SQLite stores any type in any column
-    return DamagedRecord("its checksum does not match")
+    return DamagedRegister("its checksum does not match")
 
 
 def decode_head(name: str, promised: bytes, accepted: bytes, total: int, head: bytes | None) -> RegisterAnswer:
@@ -66,10 +66,10 @@ def decode_head(name: str, promised: bytes, accepted: bytes, total: int, head: b
     value = None if head is None else RegisterValue(head)
     try:
         if record_checksum(name, promised, accepted, value) == total:
-            return Record(decode_ballot(promised), decode_ballot(accepted), value)
+            return Register(decode_ballot(promised), decode_ballot(accepted), value)
     except (TypeError, ValueError, AttributeError):
         pass
-    return DamagedRecord("the checksum of its head does not match")
+    return DamagedRegister("the checksum of its head does not match")
 
 
 def decode_name(name: object) -> str:
@@ -82,7 +82,7 @@ def decode_name(name: object) -> str:
     raise sqlite3.DatabaseError(f"{_MALFORMED}: {name!r:.60} is not the name of a register")
 
 
-def write_record(db: sqlite3.Connection, name: str, record: Record) -> None:
+def write_record(db: sqlite3.Connection, name: str, record: Register) -> None:
     """Write a record with its checksums; raise StoreError if its value is too long."""
     value = record.value
     require_record_fits(name, value)

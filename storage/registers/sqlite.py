@@ -26,7 +26,7 @@ from ckpt.storage.registers.base import (
     REGISTERS_INCOMPLETE,
     Ballot,
     DirectChange,
-    Record,
+    Register,
     RegisterAnswer,
     Registers,
     RegisterValue,
@@ -111,7 +111,7 @@ class SqliteRegisters(Registers):
             for name, value in values:
                 is_accepted = can_accept(read_record(db, name), ballot, repair_damaged)
                 if is_accepted:
-                    write_record(db, name, Record(ballot, ballot, value))
+                    write_record(db, name, Register(ballot, ballot, value))
                 answers.append(is_accepted)
             return answers
 
@@ -124,7 +124,7 @@ class SqliteRegisters(Registers):
                 is_changed = can_change_directly(read_record(db, change.name), change)
                 if is_changed:
                     ballot = change.expected.next_step(writer)
-                    write_record(db, change.name, Record(ballot, ballot, change.value))
+                    write_record(db, change.name, Register(ballot, ballot, change.value))
                 answers.append(is_changed)
             return answers
 
@@ -197,7 +197,9 @@ class SqliteRegisters(Registers):
             )
             own_number = read_fact(db, FENCE_FACT)
             found = [(name := decode_name(row[0]), decode_head(name, *row[1:])) for row in rows]
-            return [(name, with_floor_promise(each, own_number) if isinstance(each, Record) else each) for name, each in found]
+            return [
+                (name, with_floor_promise(each, own_number) if isinstance(each, Register) else each) for name, each in found
+            ]
 
     def close(self) -> None:
         with _FORK_GATE.no_fork(), self._lock:

@@ -17,9 +17,9 @@ from ckpt.storage.base.errors import StoreError
 from ckpt.storage.registers.base import (
     NO_BALLOT,
     Ballot,
-    DamagedRecord,
+    DamagedRegister,
     DirectChange,
-    Record,
+    Register,
     RegisterValue,
     decode_ballot,
     encode_ballot,
@@ -39,29 +39,29 @@ def test_ballots_are_ordered_by_round_writer_and_step() -> None:
 
 
 def test_a_register_without_a_value_is_empty(registers: SqliteRegisters) -> None:
-    assert registers.read(["a", "b"]) == [Record(), Record()]
+    assert registers.read(["a", "b"]) == [Register(), Register()]
     assert registers.scan("") == []
 
 
 def test_an_empty_disk_does_not_vote(tmp_path: Path) -> None:
     registers = SqliteRegisters(str(tmp_path / "r" / "new.sqlite"))
-    assert isinstance(registers.read(["a"])[0], DamagedRecord)
+    assert isinstance(registers.read(["a"])[0], DamagedRegister)
     assert registers.scan("") == []
     assert not (tmp_path / "r").exists(), "a read creates no file"
-    assert isinstance(registers.prepare(["a"], Ballot(1, "x"))[0], DamagedRecord)
+    assert isinstance(registers.prepare(["a"], Ballot(1, "x"))[0], DamagedRegister)
     assert registers.change([DirectChange("a", NO_BALLOT, RegisterValue(b"1"))], "w") == [False]
     registers.mark_complete()
-    assert registers.read(["a"]) == [Record()]
+    assert registers.read(["a"]) == [Register()]
 
 
 def test_a_register_keeps_its_promises(registers: SqliteRegisters) -> None:
     low, high = Ballot(1, "a"), Ballot(2, "a")
-    assert registers.prepare(["x"], high) == [Record(high, NO_BALLOT, None)]
-    assert registers.prepare(["x"], low) == [Record(high, NO_BALLOT, None)], "a lower ballot gets the higher one as answer"
+    assert registers.prepare(["x"], high) == [Register(high, NO_BALLOT, None)]
+    assert registers.prepare(["x"], low) == [Register(high, NO_BALLOT, None)], "a lower ballot gets the higher one as answer"
     assert registers.accept([("x", RegisterValue(b"h", b"b"))], low) == [False]
     assert registers.accept([("x", RegisterValue(b"h", b"b"))], high) == [True]
-    assert record(registers, "x") == Record(high, high, RegisterValue(b"h", b"b"))
-    assert registers.prepare(["x"], Ballot(3, "")) == [Record(Ballot(3, ""), high, RegisterValue(b"h", b"b"))]
+    assert record(registers, "x") == Register(high, high, RegisterValue(b"h", b"b"))
+    assert registers.prepare(["x"], Ballot(3, "")) == [Register(Ballot(3, ""), high, RegisterValue(b"h", b"b"))]
 
 
 def test_a_final_value_does_not_change(registers: SqliteRegisters) -> None:
@@ -94,7 +94,7 @@ def test_a_scan_lists_names_by_prefix_in_order(registers: SqliteRegisters) -> No
     assert [n for n, _ in registers.scan("a/")] == ["a/1", "a/2", "a/\U0001f600"]
     assert [n for n, _ in registers.scan("a/", "a/1", 1)] == ["a/2"]
     found = dict(registers.scan_all(""))["b"]
-    assert isinstance(found, Record)
+    assert isinstance(found, Register)
     assert found.value == RegisterValue(b"b"), "a scan omits the body"
 
 
@@ -106,8 +106,8 @@ def test_a_damaged_record_does_not_vote(registers: SqliteRegisters, column: str)
         db.execute(f"UPDATE registers SET {column} = x'00ff'")
     db.close()
     (answer,) = registers.read(["x"])
-    assert isinstance(answer, DamagedRecord)
-    assert isinstance(registers.prepare(["x"], Ballot(9, ""))[0], DamagedRecord)
+    assert isinstance(answer, DamagedRegister)
+    assert isinstance(registers.prepare(["x"], Ballot(9, ""))[0], DamagedRegister)
     assert registers.change([DirectChange("x", NO_BALLOT, RegisterValue(b"1"))], "v") == [False]
     assert registers.accept([("x", RegisterValue(b"1"))], Ballot(9, "")) == [False]
     assert registers.accept([("x", RegisterValue(b"1"))], Ballot(9, ""), repair_damaged=True) == [True]
@@ -123,9 +123,9 @@ def test_a_damaged_record_with_a_text_that_is_not_utf_8_does_not_fail_other_reco
         registers.change([DirectChange(name, NO_BALLOT, RegisterValue(b"\xffhead", b"\xffbody"))], "w")
     execute(registers, f"UPDATE registers SET {column} = CAST(x'fe00' AS TEXT) WHERE name = 'x'")
     damaged, other = registers.read(["x", "y"])
-    assert isinstance(damaged, DamagedRecord)
-    assert isinstance(other, Record)
-    assert isinstance(dict(registers.scan(""))["y"], Record)
+    assert isinstance(damaged, DamagedRegister)
+    assert isinstance(other, Register)
+    assert isinstance(dict(registers.scan(""))["y"], Register)
     assert registers.accept([("x", RegisterValue(b"1")), ("y", RegisterValue(b"2"))], Ballot(9, "")) == [False, True]
     assert registers.accept([("x", RegisterValue(b"1"))], Ballot(9, ""), repair_damaged=True) == [True]
     assert record(registers, "x").value == RegisterValue(b"1")
@@ -164,11 +164,11 @@ def test_a_damaged_file_is_reset_and_kept_aside(registers: SqliteRegisters) -> N
     with pytest.raises(StoreError, match="move this file away, with -wal and -shm, and run `ckpt-node admin repair`"):
         registers.read(["x1"])
     registers.reset()
-    assert isinstance(registers.read(["x1"])[0], DamagedRecord), "a lost record is not an empty one"
+    assert isinstance(registers.read(["x1"])[0], DamagedRegister), "a lost record is not an empty one"
     assert registers.accept([("x1", RegisterValue(b"1"))], Ballot(1, "a"), repair_damaged=True) == [True]
     registers.mark_complete()
     assert record(registers, "x1").value == RegisterValue(b"1")
-    assert registers.read(["x2"]) == [Record()]
+    assert registers.read(["x2"]) == [Register()]
     assert [*Path(registers._path).parent.glob("*.damaged-*")], "the damaged file is kept"
 
 
@@ -181,7 +181,7 @@ def test_a_value_that_is_too_long_refuses_the_whole_batch(registers: SqliteRegis
             ],
             "w",
         )
-    assert registers.read(["x", "y"]) == [Record(), Record()], "a batch is written whole or not at all"
+    assert registers.read(["x", "y"]) == [Register(), Register()], "a batch is written whole or not at all"
 
 
 @pytest.mark.parametrize("point", ["registers.commit", "registers.committed"])

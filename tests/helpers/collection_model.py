@@ -27,7 +27,7 @@ from ckpt.storage.registers.base import (
     NO_BALLOT,
     Ballot,
     DirectChange,
-    Record,
+    Register,
     RegisterValue,
     can_propose_directly,
     floor_ballot,
@@ -120,7 +120,7 @@ class CollectionModel(Model[World]):
         record = None
         if self._history:
             ballot = Ballot(self._round, "earlier")
-            record = Record(ballot, ballot, RegisterValue(self._history))
+            record = Register(ballot, ballot, RegisterValue(self._history))
         members = tuple((name, MemberState(record, FIRST_NUMBER, True)) for name in MEMBERS)
         clients = [*map(Client, range(self._writers)), *[Client(_DELETER)] * self._has_deleter, Client(_COLLECTOR)]
         if self._is_stopped:
@@ -201,7 +201,7 @@ class CollectionModel(Model[World]):
 
     def _after_propose(self, state: World, at: int, client: Client, answers: dict[str, Any]) -> World:
         record = answers.get(MEMBERS[0])
-        if not isinstance(record, Record):
+        if not isinstance(record, Register):
             return self._prepare(state, at, client, floor_ballot(client.fence))
         client, new = _decide(client, record.value)
         if new is None or not can_propose_directly(record, client.fence):

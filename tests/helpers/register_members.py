@@ -11,7 +11,7 @@ from ckpt.aggregator.placement.redundancy import quorum
 from ckpt.aggregator.records.replica_set import ReplicaSet, VotingGroup
 from ckpt.storage.registers.base import (
     REGISTERS_INCOMPLETE,
-    Record,
+    Register,
     RegisterAnswer,
     can_accept,
     can_change_directly,
@@ -30,7 +30,7 @@ Step = tuple[Any, ...]
 class MemberState(NamedTuple):
     """What one member has stored."""
 
-    record: Record | None
+    record: Register | None
     fence: int
     is_complete: bool
 
@@ -58,12 +58,12 @@ def execute(member: MemberState, call: tuple[Any, ...]) -> tuple[MemberState, An
     if name == "accept":
         value, ballot = arguments[:2]
         is_accepted = can_accept(record, ballot, False)
-        return (fenced._replace(record=Record(ballot, ballot, value)) if is_accepted else fenced), is_accepted
+        return (fenced._replace(record=Register(ballot, ballot, value)) if is_accepted else fenced), is_accepted
     if name == "change":
         change, writer = arguments[:2]
         is_changed = can_change_directly(record, change)
         ballot = change.expected.next_step(writer)
-        return (fenced._replace(record=Record(ballot, ballot, change.value)) if is_changed else fenced), is_changed
+        return (fenced._replace(record=Register(ballot, ballot, change.value)) if is_changed else fenced), is_changed
     if name == "collect":
         may_collect = can_collect(record, arguments[0], fenced.fence)
         return (fenced._replace(record=None) if may_collect else fenced), may_collect
@@ -77,7 +77,7 @@ def is_without_effect(member: MemberState, call: tuple[Any, ...]) -> bool:
     record = answer_of(member)
     if call[0] in ("fence", "scan"):
         return order_key(member.fence) >= order_key(call[-1])
-    if not isinstance(record, Record):
+    if not isinstance(record, Register):
         return False
     if call[0] in ("prepare", "accept"):
         return record.promised_ballot > call[1 if call[0] == "prepare" else 2]
@@ -91,7 +91,7 @@ def is_without_effect(member: MemberState, call: tuple[Any, ...]) -> bool:
 def answer_of(member: MemberState) -> RegisterAnswer:
     """Return what a member answers for the path."""
     if member.record is None:
-        return with_floor_promise(Record(), member.fence) if member.is_complete else REGISTERS_INCOMPLETE
+        return with_floor_promise(Register(), member.fence) if member.is_complete else REGISTERS_INCOMPLETE
     return member.record if member.record.value is not None else with_floor_promise(member.record, member.fence)
 
 
@@ -107,7 +107,7 @@ def write_quorums(replicas: ReplicaSet) -> tuple[tuple[str, ...], ...]:
     return tuple(found)
 
 
-def log_of(record: Record) -> bytes:
+def log_of(record: Register) -> bytes:
     """Return the changes that made the value of a record."""
     return b"" if record.value is None else record.value.head
 

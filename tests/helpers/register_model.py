@@ -23,7 +23,7 @@ from ckpt.storage.registers.base import (
     NO_BALLOT,
     Ballot,
     DirectChange,
-    Record,
+    Register,
     RegisterValue,
     can_propose_directly,
 )
@@ -128,7 +128,7 @@ class RegisterModel(Model[World]):
         record = None
         if self._value:
             ballot = NO_BALLOT.next_step("w0")
-            record = Record(ballot, ballot, RegisterValue(self._value))
+            record = Register(ballot, ballot, RegisterValue(self._value))
         members = {name: MemberState(record, 1, True) for name in "abc"}
         if self._movers:
             members["d"] = MemberState(None, 0, False)
@@ -211,7 +211,7 @@ class RegisterModel(Model[World]):
     def _after_propose(self, state: World, number: int, client: Client, answers: dict[str, Any]) -> World:
         replicas = RINGS[client.ring]
         record = answers.get(replicas.members[0])
-        new = self._decide(number, record.value) if isinstance(record, Record) else None
+        new = self._decide(number, record.value) if isinstance(record, Register) else None
         if new is None or not can_propose_directly(record, replicas.fence_number):
             return self._prepare(state, number, client)
         call = ("change", DirectChange(PATH, record.accepted_ballot, new), f"w{number}", replicas.fence_number)
@@ -317,7 +317,7 @@ class RegisterModel(Model[World]):
         group = RINGS[client.ring].groups[0]  # its members have all records
         if sum(m not in answers for m in group.members) >= group.quorum.write:
             return _with_client(state, number, client._replace(phase="failed", answers=()))
-        if all(not isinstance(r, Record) or r == Record() for r in answers.values()):  # no member lists the path
+        if all(not isinstance(r, Register) or r == Register() for r in answers.values()):  # no member lists the path
             return self._move_is_settled(state, number, client)
         return self._prepare(state, number, client)
 

@@ -20,7 +20,7 @@ from ckpt.storage.registers.base import (
     NO_BALLOT,
     Ballot,
     DirectChange,
-    Record,
+    Register,
     RegisterAnswer,
     Registers,
     RegisterValue,
@@ -49,10 +49,10 @@ def new_registers(path: Path) -> SqliteRegisters:
     return made
 
 
-def record(registers: Registers, name: str) -> Record:
+def record(registers: Registers, name: str) -> Register:
     """Return the record of a register, which must not be damaged."""
     (answer,) = registers.read([name])
-    assert isinstance(answer, Record)
+    assert isinstance(answer, Register)
     return answer
 
 
@@ -93,15 +93,15 @@ def check_eras(registers: Registers) -> None:
     assert registers.collect([("/a", Ballot(9, "x")), ("/none", NO_BALLOT)], first_era) == 0
     assert registers.fence(second_era)
     assert registers.collect([("/a", at), ("/b", at)], second_era) == 2, "the floor keeps a promise below it"
-    assert registers.read(["/a", "/b"], second_era) == [Record(floor_ballot(second_era), NO_BALLOT, None)] * 2
+    assert registers.read(["/a", "/b"], second_era) == [Register(floor_ballot(second_era), NO_BALLOT, None)] * 2
     assert registers.change([DirectChange("/a", NO_BALLOT, RegisterValue(b"late"))], "v", second_era) == [False]
     late, good = Ballot(7, "late"), Ballot(second_era + 1, "x")
     assert registers.accept([("/a", RegisterValue(b"late"))], late, fence_number=second_era) == [False]
-    assert registers.prepare(["/a"], late, second_era) == [Record(floor_ballot(second_era), NO_BALLOT, None)]
+    assert registers.prepare(["/a"], late, second_era) == [Register(floor_ballot(second_era), NO_BALLOT, None)]
     assert registers.accept([("/a", RegisterValue(b"new"))], good, fence_number=second_era) == [True]
     assert registers.collect([("/a", good)], second_era) == 0, "a ballot above the floor would be lost"
     registers.fence(2)
-    assert registers.read(["/b"], 2) == [Record(Ballot(2 << 32, ""), NO_BALLOT, None)], "a floor stays when the ring changes"
+    assert registers.read(["/b"], 2) == [Register(Ballot(2 << 32, ""), NO_BALLOT, None)], "a floor stays when the ring changes"
 
 
 class Flaky(Registers):

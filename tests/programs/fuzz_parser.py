@@ -36,7 +36,7 @@ with atheris.instrument_imports(include=["ckpt"]):
     from ckpt.storage.base.checked_decode import Malformed, read_json
     from ckpt.storage.base.errors import CkptError
     from ckpt.storage.node import wire
-    from ckpt.storage.registers.base import Ballot, Record, RegisterValue, decode_ballot, encode_ballot
+    from ckpt.storage.registers.base import Ballot, Register, RegisterValue, decode_ballot, encode_ballot
     from ckpt.storage.remote.object_store import ObjectStore
     from ckpt.tools.import_paddle import read_state as read_paddle_file
     from ckpt.tools.import_safetensors import read_safetensors_file
@@ -62,7 +62,7 @@ FILE = file_record.encode_record(
 )  # fmt: skip
 UNCHANGED = b"\x0f" * 64
 """The input of libFuzzer with which `_changed` changes nothing."""
-ANSWERS = wire.pack(wire.encode_answers([Record(Ballot(1, "a"), Ballot(1, "a"), RegisterValue(b"x")), Record()]))
+ANSWERS = wire.pack(wire.encode_answers([Register(Ballot(1, "a"), Ballot(1, "a"), RegisterValue(b"x")), Register()]))
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ PARSERS: dict[str, Parser] = {
     "message": Parser(wire.unpack, (ValueError,), lambda: [wire.pack([1, "a", b"b", None, [2.5]])]),
     "answers": Parser(
         lambda data: wire.decode_answers(wire.unpack(data)), (ValueError, TypeError, LookupError),
-        lambda: [wire.pack(wire.encode_answers([Record(Ballot(1, "a"), Ballot(1, "a"), RegisterValue(b"x"))]))],
+        lambda: [wire.pack(wire.encode_answers([Register(Ballot(1, "a"), Ballot(1, "a"), RegisterValue(b"x"))]))],
     ),
     "error": Parser(wire.decode_error, (), lambda: [wire.encode_error(CkptError("a"))]),
     "hello": Parser(hello.decode_hello, (), lambda: [hello.own_hello().encode()]),

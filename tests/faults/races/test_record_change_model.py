@@ -12,7 +12,7 @@ from helpers.processes import SOAK
 from helpers.register_model import RegisterModel
 
 from ckpt.aggregator.records.replica_set import ReplicaSet
-from ckpt.storage.registers.base import DirectChange, Record, RegisterAnswer
+from ckpt.storage.registers.base import DirectChange, Register, RegisterAnswer
 
 MAX_STATES = 3_000_000
 
@@ -72,7 +72,7 @@ def test_a_member_that_lists_before_it_is_fenced_loses_a_change(monkeypatch: pyt
 
 def test_a_direct_change_in_spite_of_a_promise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def can_change(record: RegisterAnswer, change: DirectChange) -> bool:
-        return isinstance(record, Record) and record.accepted_ballot == change.expected
+        return isinstance(record, Register) and record.accepted_ballot == change.expected
 
     monkeypatch.setattr(register_members, "can_change_directly", can_change)
     assert explore(RegisterModel(2), MAX_STATES).error
@@ -80,13 +80,13 @@ def test_a_direct_change_in_spite_of_a_promise_is_found(monkeypatch: pytest.Monk
 
 def test_a_promise_that_a_lower_ballot_replaces_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        register_members, "with_promise", lambda record, ballot: Record(ballot, record.accepted_ballot, record.value)
+        register_members, "with_promise", lambda record, ballot: Register(ballot, record.accepted_ballot, record.value)
     )
     assert explore(RegisterModel(2, is_direct=False), MAX_STATES).error
 
 
 def test_a_proposer_that_takes_the_oldest_value_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def oldest(_: ReplicaSet, records: Mapping[str, Record]) -> Record:
+    def oldest(_: ReplicaSet, records: Mapping[str, Register]) -> Register:
         return min(records.values(), key=lambda record: record.accepted_ballot)
 
     monkeypatch.setattr(ReplicaSet, "newest", oldest)

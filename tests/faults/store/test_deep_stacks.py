@@ -19,7 +19,7 @@ from ckpt.format import codec
 from ckpt.state.dtype_names import numpy_dtype
 from ckpt.storage.base.checked_decode import parse_json
 from ckpt.storage.member import bucket_format
-from ckpt.storage.registers.base import Record
+from ckpt.storage.registers.base import Register
 
 
 @pytest.mark.parametrize("levels", [1, 60, 150])
@@ -89,17 +89,17 @@ def test_json_that_no_stack_can_decode_is_refused() -> None:
 
 
 _RECORD = encode_record(FileRecord(RecordHead("file", 3, 1.0, 2.0, "v"), inline_data=b"abc"))
-_STORED = bucket_format.encode_record("a", Record(value=_RECORD))
+_STORED = bucket_format.encode_register("a", Register(value=_RECORD))
 DECODERS: dict[str, Callable[[], object]] = {
     "codec": lambda: codec.encode('{"id": "zlib", "level": 1}', np.zeros(64, np.uint8), 1),
     "element type": lambda: numpy_dtype('numpy:[["a", "<i4"], ["b", "<f8", [2]]]'),
     "record of a path": lambda: decode_record("a", _RECORD),
-    "record in a bucket": lambda: require_whole(bucket_format.decode_record(_STORED)[1]),
+    "record in a bucket": lambda: require_whole(bucket_format.decode_register(_STORED)[1]),
 }
 
 
 def require_whole(answer: object) -> None:
-    assert isinstance(answer, Record)
+    assert isinstance(answer, Register)
 
 
 @pytest.mark.parametrize("name", DECODERS)

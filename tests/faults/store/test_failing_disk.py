@@ -24,7 +24,7 @@ from ckpt.storage.base.fd_io import convert_os_errors
 from ckpt.storage.base.store import Buffer
 from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.local.durable_writer import O_DIRECT
-from ckpt.storage.registers.base import Record
+from ckpt.storage.registers.base import Register
 from ckpt.storage.registers.sqlite import SqliteRegisters
 from ckpt.storage.testing import object_lengths, random_bytes, write_object
 
@@ -350,7 +350,7 @@ def test_registers_that_cannot_be_looked_up_do_not_count_as_absent(tmp_path: Pat
         with pytest.raises(StoreError, match="looking up .*/registers failed: Input/output error"):
             call()
     unreadable_names.clear()
-    assert after.read(["a"]) == [Record()]
+    assert after.read(["a"]) == [Register()]
 
 
 def test_damaged_registers_are_set_aside_with_their_file_even_if_it_cannot_be_looked_up(

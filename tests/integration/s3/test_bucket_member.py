@@ -23,7 +23,7 @@ from ckpt.storage.base.errors import NotFound, Outdated, StoreError, Unavailable
 from ckpt.storage.member.bucket import Bucket
 from ckpt.storage.member.bucket_format import object_key, register_name
 from ckpt.storage.member.device import Device
-from ckpt.storage.registers.base import NO_BALLOT, Ballot, DamagedRecord, DirectChange, Record, Registers, RegisterValue
+from ckpt.storage.registers.base import NO_BALLOT, Ballot, DamagedRegister, DirectChange, Register, Registers, RegisterValue
 from ckpt.storage.registers.fence_numbers import next_era
 from ckpt.storage.testing import random_bytes
 
@@ -39,21 +39,21 @@ def registers(bucket: str) -> Registers:
 
 def test_an_empty_bucket_does_not_vote(bucket: str) -> None:
     registers = Bucket(f"{bucket}/b").registers
-    assert isinstance(registers.read(["a"])[0], DamagedRecord)
+    assert isinstance(registers.read(["a"])[0], DamagedRegister)
     assert registers.scan("") == []
-    assert isinstance(registers.prepare(["a"], Ballot(1, "x"))[0], DamagedRecord)
+    assert isinstance(registers.prepare(["a"], Ballot(1, "x"))[0], DamagedRegister)
     assert registers.change([DirectChange("a", NO_BALLOT, RegisterValue(b"1"))], "w") == [False]
     registers.mark_complete()
-    assert registers.read(["a"]) == [Record()]
+    assert registers.read(["a"]) == [Register()]
 
 
 def test_registers_in_a_bucket_keep_promises_and_changes(registers: Registers) -> None:
     low, high = Ballot(1, "a"), Ballot(2, "a")
-    assert registers.prepare(["x"], high) == [Record(high, NO_BALLOT, None)]
-    assert registers.prepare(["x"], low) == [Record(high, NO_BALLOT, None)], "a lower ballot does not learn the higher one"
+    assert registers.prepare(["x"], high) == [Register(high, NO_BALLOT, None)]
+    assert registers.prepare(["x"], low) == [Register(high, NO_BALLOT, None)], "a lower ballot does not learn the higher one"
     assert registers.accept([("x", RegisterValue(b"h", b"b"))], low) == [False]
     assert registers.accept([("x", RegisterValue(b"h", b"b"))], high) == [True]
-    assert registers.read(["x", "y"]) == [Record(high, high, RegisterValue(b"h", b"b")), Record()]
+    assert registers.read(["x", "y"]) == [Register(high, high, RegisterValue(b"h", b"b")), Register()]
     first = DirectChange("y", NO_BALLOT, RegisterValue(b"1"))
     assert registers.change([first], "w") == [True]
     assert registers.change([first], "w") == [True], "the same change is refused after a lost reply"
@@ -96,10 +96,10 @@ def test_registers_in_a_bucket_are_listed_by_any_name(registers: Registers) -> N
     assert [n for n, _ in registers.scan("/a/")] == ["/a/1", "/a/2", "/a/\U0001f600"]
     assert [n for n, _ in registers.scan("/a/", "/a/1", 1)] == ["/a/2"]
     found = dict(registers.scan_all("/"))["/a b"]
-    assert isinstance(found, Record)
+    assert isinstance(found, Register)
     assert found.value == RegisterValue(b"/a b"), "the listing has the body, too"
     registers.drop(["/a", "/none"], 0)
-    assert registers.read(["/a"]) == [Record()]
+    assert registers.read(["/a"]) == [Register()]
 
 
 def test_a_damaged_register_in_a_bucket_does_not_vote(registers: Registers, bucket: str, s3_client: Any) -> None:
@@ -110,13 +110,13 @@ def test_a_damaged_register_in_a_bucket_does_not_vote(registers: Registers, buck
         damaged = data.copy()
         damaged[at] ^= 0x41
         s3_client.put_object(**position, Body=bytes(damaged))
-        assert isinstance(registers.read(["/x"])[0], DamagedRecord), at
-        assert [(n, type(r)) for n, r in registers.scan("/")] == [("/x", DamagedRecord)], (
+        assert isinstance(registers.read(["/x"])[0], DamagedRegister), at
+        assert [(n, type(r)) for n, r in registers.scan("/")] == [("/x", DamagedRegister)], (
             "the listing does not name the damaged register"
         )
         assert registers.accept([("/x", RegisterValue(b"1"))], Ballot(9, "")) == [False]
     assert registers.accept([("/x", RegisterValue(b"1"))], Ballot(9, ""), repair_damaged=True) == [True]
-    assert registers.read(["/x"]) == [Record(Ballot(9, ""), Ballot(9, ""), RegisterValue(b"1"))]
+    assert registers.read(["/x"]) == [Register(Ballot(9, ""), Ballot(9, ""), RegisterValue(b"1"))]
 
 
 @pytest.mark.parametrize("size", [100, 34 << 20])
@@ -149,11 +149,11 @@ def test_an_oversized_register_does_not_vote_and_is_repaired(registers: Register
     assert registers.accept([("/x", RegisterValue(b"head", b"body"))], ballot) == [True]
     s3_client.put_object(Bucket=bucket.removeprefix("s3://"), Key=f"a/{object_key('/x')}", Body=bytes(34 << 20))
     (answer,) = registers.read(["/x"])
-    assert isinstance(answer, DamagedRecord)
+    assert isinstance(answer, DamagedRegister)
     assert "at most" in answer.reason
-    assert [(n, type(r)) for n, r in registers.scan("/")] == [("/x", DamagedRecord)]
+    assert [(n, type(r)) for n, r in registers.scan("/")] == [("/x", DamagedRegister)]
     assert registers.accept([("/x", RegisterValue(b"head", b"new"))], Ballot(6, "x"), repair_damaged=True) == [True]
-    assert registers.read(["/x"]) == [Record(Ballot(6, "x"), Ballot(6, "x"), RegisterValue(b"head", b"new"))]
+    assert registers.read(["/x"]) == [Register(Ballot(6, "x"), Ballot(6, "x"), RegisterValue(b"head", b"new"))]
 
 
 def test_a_fenced_bucket_refuses_older_rings(registers: Registers) -> None:
@@ -306,13 +306,13 @@ def test_a_lost_bucket_loses_no_file_and_is_refilled(tmp_path: Path, bucket: str
     again = mixed(tmp_path, bucket)
     for path, data in CONTENT.items():
         assert again.get(path) == data
-    assert isinstance(again.open_members["bucket"].registers.read(["/d/none"])[0], DamagedRecord)
+    assert isinstance(again.open_members["bucket"].registers.read(["/d/none"])[0], DamagedRegister)
     found = scrub.scrub_namespace(again)
     assert found.damaged_files
     assert not found.lost_files
     repair.repair_namespace(again, found)
     require_whole(again, verify=True)
-    assert isinstance(again.open_members["bucket"].registers.read(["/d/none"])[0], Record)
+    assert isinstance(again.open_members["bucket"].registers.read(["/d/none"])[0], Register)
 
 
 def test_a_bucket_replaces_a_disk(tmp_path: Path, bucket: str) -> None:

@@ -22,7 +22,7 @@ from ckpt.storage.registers.base import (
     NO_BALLOT,
     Ballot,
     DirectChange,
-    Record,
+    Register,
     Registers,
     RegisterValue,
 )
@@ -149,7 +149,7 @@ def test_a_damaged_record_is_replaced_by_a_change_that_reaches_it(tmp_path: Path
     def is_replaced() -> bool:
         replicated.update(["x"], lambda _, value: RegisterValue(b"", b"two"))
         (answer,) = inner["m0"].read(["x"])
-        return isinstance(answer, Record) and answer.value == RegisterValue(b"", b"two")
+        return isinstance(answer, Register) and answer.value == RegisterValue(b"", b"two")
 
     until(is_replaced, "a change reaches the damaged member, too")
 

@@ -16,7 +16,7 @@ from helpers.processes import until
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.records.file_record import decode_record
 from ckpt.storage.base.errors import Unavailable
-from ckpt.storage.registers.base import Record
+from ckpt.storage.registers.base import Register
 
 
 def half_written(folder: Path) -> tuple[Namespace, str]:
@@ -24,7 +24,7 @@ def half_written(folder: Path) -> tuple[Namespace, str]:
     namespace = Namespace(directories(folder, 3, redundancy="2x", deadline_seconds=60.0))
     namespace.put("x", b"first")
     first, *others = members = namespace.ring.replica_set("/x").members
-    until(lambda: all(namespace.open_members[m].registers.read(["/x"]) != [Record()] for m in members), "x on each member")
+    until(lambda: all(namespace.open_members[m].registers.read(["/x"]) != [Register()] for m in members), "x on each member")
     for member in others:
         with sqlite3.connect(folder / member / "registers.sqlite") as db:
             db.execute("DELETE FROM registers WHERE name = '/x'")
@@ -62,7 +62,7 @@ def test_a_deletion_that_one_member_accepted_is_done(tmp_path: Path) -> None:
 def test_an_append_that_one_member_accepted_is_done(tmp_path: Path) -> None:
     namespace, first = half_written(tmp_path)
     (value,) = namespace.open_members[first].registers.read(["/x"])
-    assert isinstance(value, Record)
+    assert isinstance(value, Register)
     assert value.value is not None
     answer = hide_from_second_phase(namespace, first)
     with namespace.create("x", aligned=False, base=decode_record("x", value.value)) as writer:

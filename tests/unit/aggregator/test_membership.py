@@ -25,7 +25,7 @@ from ckpt.aggregator.records.file_record import FileRecord
 from ckpt.aggregator.records.ring_change import change_ring, complete_ring_change
 from ckpt.storage.base.errors import CkptError, InvalidArgument, NotFound, StoreError, Unavailable
 from ckpt.storage.base.failpoints import set_failpoints
-from ckpt.storage.registers.base import NO_BALLOT, Ballot, DirectChange, Record, Registers, RegisterValue
+from ckpt.storage.registers.base import NO_BALLOT, Ballot, DirectChange, Register, Registers, RegisterValue
 from ckpt.storage.remote.object_store import ObjectStore
 from ckpt.storage.testing import random_bytes
 
@@ -362,5 +362,5 @@ def test_a_late_change_of_a_bucket_keeps_newer_values(monkeypatch: pytest.Monkey
     except StoreError:
         pass  # the error that it is late
     (answer,) = registers.read(["/p"], 4)
-    assert isinstance(answer, Record)
+    assert isinstance(answer, Register)
     assert answer.value == RegisterValue(b"acknowledged")

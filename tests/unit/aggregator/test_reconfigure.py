@@ -20,7 +20,7 @@ from ckpt.aggregator.maintenance import rebalance, repair, scrub
 from ckpt.aggregator.placement.redundancy import parse_redundancy
 from ckpt.aggregator.records.ring_change import change_ring, complete_ring_change
 from ckpt.storage.base.errors import InvalidArgument, Outdated, StoreError, Unavailable
-from ckpt.storage.registers.base import Ballot, DirectChange, Record, RegisterValue, final_record
+from ckpt.storage.registers.base import Ballot, DirectChange, Register, RegisterValue, final_record
 from ckpt.storage.registers.sqlite import SqliteRegisters
 from ckpt.storage.testing import random_bytes
 
@@ -53,7 +53,7 @@ def test_joining_a_ring_drops_records_once(tmp_path: Path) -> None:
     registers.change([DirectChange("old", Ballot(0, ""), RegisterValue(b""))], "w")
     registers.learn("ring/1", RegisterValue(b"agreed"))
     registers.join_ring(4, "ring")
-    assert registers.read(["old"], 4) == [Record()]
+    assert registers.read(["old"], 4) == [Register()]
     assert registers.read(["ring/1"], 4) == [final_record(RegisterValue(b"agreed"))], "a final value is not forgotten"
     assert registers.prepare(["ring/1"], Ballot(9, "p")) == [final_record(RegisterValue(b"agreed"))]
     registers.change([DirectChange("new", Ballot(0, ""), RegisterValue(b""))], "w", 4)
@@ -127,8 +127,8 @@ def test_a_value_without_a_quorum_does_not_replace_a_later_one(tmp_path: Path, w
     lost.put("half", b"lost")
     ((_, record),) = [r for r in lost.open_members["disk1"].registers.scan("/half") if r[0] == "/half"]
     (full,) = lost.open_members["disk1"].registers.read(["/half"])
-    assert isinstance(record, Record)
-    assert isinstance(full, Record)
+    assert isinstance(record, Register)
+    assert isinstance(full, Register)
     assert full.value is not None
     half.change([DirectChange(f"/{path}", Ballot(0, ""), full.value) for path in paths], writer)
     mover = Namespace(directories(tmp_path, 4, deadline_seconds=2.0))

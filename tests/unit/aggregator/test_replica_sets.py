@@ -16,11 +16,11 @@ from ckpt.aggregator.records.replica_set import (
     promises_given,
 )  # fmt: skip
 from ckpt.storage.base.errors import StoreError
-from ckpt.storage.registers.base import NO_BALLOT, Ballot, DamagedRecord, Record, RegisterValue
+from ckpt.storage.registers.base import NO_BALLOT, Ballot, DamagedRegister, Register, RegisterValue
 
 LOW, HIGH = Ballot(1, "x"), Ballot(2, "x")
-OLD, NEW = Record(LOW, LOW, RegisterValue(b"old")), Record(HIGH, HIGH, RegisterValue(b"new"))
-DAMAGED = DamagedRecord("its checksum is wrong")
+OLD, NEW = Register(LOW, LOW, RegisterValue(b"old")), Register(HIGH, HIGH, RegisterValue(b"new"))
+DAMAGED = DamagedRegister("its checksum is wrong")
 ONE = ReplicaSet((VotingGroup(("a", "b", "c"), Quorum(3, 2, 2)),), 1)
 FIVE = ReplicaSet((VotingGroup(("a", "b", "c", "d", "e"), Quorum(5, write=4, read=2)),), 1)
 MOVING = ReplicaSet((VotingGroup(("a", "b", "c"), Quorum(3, 2, 2)), VotingGroup(("b", "c", "d"), Quorum(3, 2, 2))), 2)
@@ -91,7 +91,7 @@ def test_members_with_another_value_or_none_lag(ballots: dict[str, Ballot | None
 
 
 def test_listings_are_compared_by_name() -> None:
-    listed = {"a": [("f", NEW), ("g", OLD)], "b": [("f", DAMAGED)], "c": [("g", Record())]}
+    listed = {"a": [("f", NEW), ("g", OLD)], "b": [("f", DAMAGED)], "c": [("g", Register())]}
     assert ballots_by_name(listed) == {"f": {"a": HIGH, "b": None}, "g": {"a": LOW, "c": Ballot(0, "")}}
 
 

@@ -13,7 +13,7 @@ from ckpt.aggregator.maintenance.repair_leader import RepairLeader
 from ckpt.aggregator.records.collected_tombstones import COLLECTED_REGISTER, is_collected_since
 from ckpt.aggregator.records.tombstone_collection import collect_tombstones
 from ckpt.storage.base.errors import Outdated
-from ckpt.storage.registers.base import ABSENT_NAME, Ballot, Record, RegisterValue
+from ckpt.storage.registers.base import ABSENT_NAME, Ballot, Register, RegisterValue
 
 MEMBERS = ("disk0", "disk1", "disk2")
 
@@ -33,7 +33,7 @@ def repaired(folder: Path) -> Namespace:
 
 def votes(namespace: Namespace, member: str) -> bool:
     """Return whether a member votes on registers that it does not have."""
-    return isinstance(namespace.open_members[member].registers.read([ABSENT_NAME])[0], Record)
+    return isinstance(namespace.open_members[member].registers.read([ABSENT_NAME])[0], Register)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_a_proposal_from_before_a_disk_was_replaced_is_refused(
     lost, other, _ = namespace.ring.replica_set("/x").members
     for member in (lost, other):
         (answer,) = namespace.open_members[member].registers.prepare(["/x"], ballot, number)
-        assert isinstance(answer, Record)
+        assert isinstance(answer, Register)
         assert answer.promised_ballot == ballot
     namespace.close()
     replace_disk(tmp_path, lost)
@@ -91,7 +91,7 @@ def test_a_replaced_disk_gets_the_log_of_collected_tombstones(tmp_path: Path, na
     again = repaired(tmp_path)
     assert votes(again, "disk1")
     (log,) = again.open_members["disk1"].registers.read([COLLECTED_REGISTER])
-    assert isinstance(log, Record)
+    assert isinstance(log, Register)
     assert log.value is not None
     assert is_collected_since(again, "a", number)
     again.close()

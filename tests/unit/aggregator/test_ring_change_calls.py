@@ -19,7 +19,7 @@ from ckpt.aggregator.placement.redundancy import parse_redundancy
 from ckpt.aggregator.records import ring_change
 from ckpt.aggregator.records.ring_change import change_ring
 from ckpt.storage.base.errors import Outdated, Unavailable
-from ckpt.storage.registers.base import Ballot, DirectChange, Record, RegisterAnswer
+from ckpt.storage.registers.base import Ballot, DirectChange, Register, RegisterAnswer
 
 
 def test_a_change_after_the_listing_of_an_unfenced_member_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +32,7 @@ def test_a_change_after_the_listing_of_an_unfenced_member_is_not_lost(tmp_path: 
     mover.put("template", b"acknowledged")
     first, second, _ = mover.ring.replica_set("/late").members
     (record,) = mover.open_members[first].registers.read(["/template"])
-    assert isinstance(record, Record)
+    assert isinstance(record, Register)
     assert record.value is not None
     change = [DirectChange("/late", Ballot(0, ""), record.value)]
     voters = [Namespace(directories(tmp_path, 4)).open_members[name].registers for name in (first, second)]

@@ -20,7 +20,7 @@ from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.maintenance import all_records, repair, scrub
 from ckpt.aggregator.records.file_record import fragment_bytes
 from ckpt.storage.base.errors import Unavailable
-from ckpt.storage.registers.base import DamagedRecord, Record
+from ckpt.storage.registers.base import DamagedRegister, Register
 from ckpt.storage.testing import random_bytes
 
 
@@ -215,14 +215,14 @@ def test_records_of_a_damaged_register_file_are_restored(tmp_path: Path) -> None
     for path, data in content().items():
         assert namespace.get(path) == data
     namespace.open_members["disk2"].registers.reset()
-    assert isinstance(namespace.open_members["disk2"].registers.read(["/none"])[0], DamagedRecord), (
+    assert isinstance(namespace.open_members["disk2"].registers.read(["/none"])[0], DamagedRegister), (
         "a damaged file must not report that a record is absent"
     )
     found = scrub.scrub_namespace(namespace)
     assert found.lagging_paths
     repair.repair_namespace(namespace, found)
     assert not scrub.scrub_namespace(namespace).lagging_paths
-    assert isinstance(namespace.open_members["disk2"].registers.read(["/none"])[0], Record)
+    assert isinstance(namespace.open_members["disk2"].registers.read(["/none"])[0], Register)
     assert_whole(namespace, "2x")
     namespace.close()
 

@@ -22,7 +22,7 @@ from ckpt.aggregator.records import damaged_records
 from ckpt.storage.base.errors import Unavailable
 from ckpt.storage.base.fd_io import DescriptorReader
 from ckpt.storage.node.client import NodeStore
-from ckpt.storage.registers.base import Record, Registers, RegisterValue
+from ckpt.storage.registers.base import Register, Registers, RegisterValue
 from ckpt.storage.registers.sqlite import SqliteRegisters
 from ckpt.storage.testing import random_bytes
 
@@ -57,7 +57,7 @@ def test_the_records_of_a_new_disk_are_restored_by_one_call(
     registers["m2"].accept = counted  # type: ignore[method-assign]
     replicated_registers(registers).settle(PATHS)
     assert calls == [len(PATHS)]
-    assert all(isinstance(answer, Record) for answer in registers["m2"].read(PATHS))
+    assert all(isinstance(answer, Register) for answer in registers["m2"].read(PATHS))
     assert f"m2 had no record of {PATHS[7]} (its registers are new), and has one again" in caplog.text
     assert "was damaged" not in caplog.text
 

@@ -13,7 +13,7 @@ from ckpt.storage.base.errors import Unavailable
 from ckpt.storage.node import wire
 from ckpt.storage.node.client import NodeStore
 from ckpt.storage.node.client_credentials import NodeCredentials
-from ckpt.storage.registers.base import NO_BALLOT, Ballot, DirectChange, Record, RegisterValue
+from ckpt.storage.registers.base import NO_BALLOT, Ballot, DirectChange, Register, RegisterValue
 
 GOOD, BAD = b"value-of-0", b"value-of-1"
 BALLOT = Ballot(5, "me")
@@ -60,7 +60,7 @@ def test_a_changed_request_is_refused_and_changes_nothing(
     with pytest.raises(Unavailable, match="changed on its way"):
         call(client)
     direct = NodeStore(local_node.address, NodeCredentials())
-    assert direct.registers.read(["/a"]) == [Record()]
+    assert direct.registers.read(["/a"]) == [Register()]
     assert not direct.exists("a")
     direct.close()
 

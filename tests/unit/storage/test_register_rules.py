@@ -14,9 +14,9 @@ from ckpt.storage.registers.base import (
     BODY_BYTES,
     NO_BALLOT,
     Ballot,
-    DamagedRecord,
+    DamagedRegister,
     DirectChange,
-    Record,
+    Register,
     RegisterAnswer,
     RegisterValue,
     can_accept,
@@ -41,7 +41,7 @@ LATER = 3 * ERA + 2
 """The fence number of ring 3 in era 2."""
 LOW, MIDDLE, HIGH = Ballot(1, "a"), Ballot(2, "a"), Ballot(3, "a")
 VALUE = RegisterValue(b"head", b"body")
-DAMAGED = DamagedRecord("its checksum is wrong")
+DAMAGED = DamagedRegister("its checksum is wrong")
 FINAL = final_record(VALUE)
 
 
@@ -55,23 +55,23 @@ def test_a_direct_change_has_the_next_ballot_of_its_value() -> None:
 @pytest.mark.parametrize(
     ("record", "promise"),
     [
-        (Record(), MIDDLE), (Record(LOW, LOW, VALUE), MIDDLE), (Record(MIDDLE, LOW, VALUE), None), (Record(HIGH), None),
-        (DAMAGED, None), (FINAL, None), (Record(LOW, FINAL.accepted_ballot, VALUE), None),
+        (Register(), MIDDLE), (Register(LOW, LOW, VALUE), MIDDLE), (Register(MIDDLE, LOW, VALUE), None), (Register(HIGH), None),
+        (DAMAGED, None), (FINAL, None), (Register(LOW, FINAL.accepted_ballot, VALUE), None),
     ],
 )  # fmt: skip
 def test_a_promise_is_given_only_above_the_last_one(record: RegisterAnswer, promise: Ballot | None) -> None:
     found = with_promise(record, MIDDLE)
     assert (found.promised_ballot if found else None) == promise
     if found:
-        assert isinstance(record, Record)
+        assert isinstance(record, Register)
         assert (found.accepted_ballot, found.value) == (record.accepted_ballot, record.value)
 
 
 @pytest.mark.parametrize(
     ("record", "plain", "repairing"),
     [
-        (Record(), True, True), (Record(MIDDLE, LOW, VALUE), True, True), (Record(HIGH, LOW, VALUE), False, False),
-        (DAMAGED, False, True), (FINAL, False, False), (Record(LOW, FINAL.accepted_ballot, VALUE), False, False),
+        (Register(), True, True), (Register(MIDDLE, LOW, VALUE), True, True), (Register(HIGH, LOW, VALUE), False, False),
+        (DAMAGED, False, True), (FINAL, False, False), (Register(LOW, FINAL.accepted_ballot, VALUE), False, False),
     ],
 )  # fmt: skip
 def test_a_value_is_accepted_at_or_above_the_promise(record: RegisterAnswer, plain: bool, repairing: bool) -> None:
@@ -82,8 +82,8 @@ def test_a_value_is_accepted_at_or_above_the_promise(record: RegisterAnswer, pla
 @pytest.mark.parametrize(
     ("record", "is_allowed"),
     [
-        (Record(MIDDLE, MIDDLE, VALUE), True), (Record(LOW, MIDDLE, VALUE), True), (Record(HIGH, MIDDLE, VALUE), False),
-        (Record(LOW, LOW, VALUE), False), (Record(HIGH, HIGH, VALUE), False), (Record(), False), (DAMAGED, False),
+        (Register(MIDDLE, MIDDLE, VALUE), True), (Register(LOW, MIDDLE, VALUE), True), (Register(HIGH, MIDDLE, VALUE), False),
+        (Register(LOW, LOW, VALUE), False), (Register(HIGH, HIGH, VALUE), False), (Register(), False), (DAMAGED, False),
     ],
 )  # fmt: skip
 def test_a_direct_change_needs_the_expected_value_without_a_higher_promise(record: RegisterAnswer, is_allowed: bool) -> None:
@@ -92,26 +92,26 @@ def test_a_direct_change_needs_the_expected_value_without_a_higher_promise(recor
 
 def test_a_final_record_never_changes() -> None:
     assert is_final(FINAL)
-    assert not is_final(Record(FINAL.promised_ballot, LOW, VALUE)), "a promise alone is not final"
+    assert not is_final(Register(FINAL.promised_ballot, LOW, VALUE)), "a promise alone is not final"
     assert not is_final(DAMAGED)
     assert not can_change_directly(FINAL, DirectChange("n", FINAL.accepted_ballot, VALUE))
     require_same_value(FINAL, "n", VALUE)
-    for other in (final_record(RegisterValue(b"x")), DAMAGED, Record()):
+    for other in (final_record(RegisterValue(b"x")), DAMAGED, Register()):
         with pytest.raises(Changed, match="^n was agreed on before with another value"):
             require_same_value(other, "n", VALUE)
 
 
 def test_a_first_value_needs_two_phases_in_a_later_ring() -> None:
-    assert [can_propose_directly(Record(), number) for number in (0, 1, 2, LATER)] == [True, True, False, False]
-    assert can_propose_directly(Record(LOW, LOW, VALUE), LATER)
+    assert [can_propose_directly(Register(), number) for number in (0, 1, 2, LATER)] == [True, True, False, False]
+    assert can_propose_directly(Register(LOW, LOW, VALUE), LATER)
 
 
 @pytest.mark.parametrize(
     ("record", "is_allowed"),
     [
-        (Record(LOW, LOW, VALUE), True), (Record(floor_ballot(LATER), LOW, VALUE), True),
-        (Record(Ballot(LATER, "a"), LOW, VALUE), False),  # a proposer relies on this promise
-        (Record(LOW, MIDDLE, VALUE), False), (DAMAGED, False), (Record(), False),
+        (Register(LOW, LOW, VALUE), True), (Register(floor_ballot(LATER), LOW, VALUE), True),
+        (Register(Ballot(LATER, "a"), LOW, VALUE), False),  # a proposer relies on this promise
+        (Register(LOW, MIDDLE, VALUE), False), (DAMAGED, False), (Register(), False),
     ],
 )  # fmt: skip
 def test_a_register_is_collected_only_with_the_ballot_that_was_found(record: RegisterAnswer, is_allowed: bool) -> None:
@@ -120,17 +120,17 @@ def test_a_register_is_collected_only_with_the_ballot_that_was_found(record: Reg
 
 def test_a_final_register_is_not_collected() -> None:
     assert not can_collect(FINAL, FINAL.accepted_ballot, LATER)
-    assert not can_collect(Record(LOW, FINAL.accepted_ballot, VALUE), FINAL.accepted_ballot, LATER)
-    assert can_collect(Record(), NO_BALLOT, 1)
+    assert not can_collect(Register(LOW, FINAL.accepted_ballot, VALUE), FINAL.accepted_ballot, LATER)
+    assert can_collect(Register(), NO_BALLOT, 1)
 
 
 def test_a_register_without_a_value_has_promised_the_floor() -> None:
     floor = floor_ballot(LATER)
-    assert with_floor_promise(Record(LOW), LATER) == Record(floor)
-    assert with_floor_promise(Record(floor), LATER) == Record(floor)
-    assert with_floor_promise(Record(Ballot(LATER, "a")), LATER) == Record(Ballot(LATER, "a"))
-    assert with_floor_promise(Record(LOW, LOW, VALUE), LATER) == Record(LOW, LOW, VALUE)
-    assert with_floor_promise(Record(LOW), 3) == Record(LOW)
+    assert with_floor_promise(Register(LOW), LATER) == Register(floor)
+    assert with_floor_promise(Register(floor), LATER) == Register(floor)
+    assert with_floor_promise(Register(Ballot(LATER, "a")), LATER) == Register(Ballot(LATER, "a"))
+    assert with_floor_promise(Register(LOW, LOW, VALUE), LATER) == Register(LOW, LOW, VALUE)
+    assert with_floor_promise(Register(LOW), 3) == Register(LOW)
 
 
 def test_a_long_value_is_refused() -> None:

@@ -13,7 +13,7 @@ from helpers.processes import until
 
 from ckpt.storage.base.errors import StoreError
 from ckpt.storage.base.failpoints import set_failpoints
-from ckpt.storage.registers.base import Ballot, Record, RegisterValue
+from ckpt.storage.registers.base import Ballot, Register, RegisterValue
 from ckpt.storage.registers.sqlite import SqliteRegisters
 
 CALLS = 4
@@ -53,7 +53,9 @@ def test_an_error_after_the_commit_ends_all_calls(registers: SqliteRegisters) ->
     set_failpoints("registers.committed=error@1")
     errors = run_in_one_transaction(registers)
     assert all(isinstance(error, StoreError) for error in errors), errors
-    assert registers.read(["/0"]) == [Record(BALLOT, BALLOT, RegisterValue(b"1"))], "an error does not say that nothing changed"
+    assert registers.read(["/0"]) == [Register(BALLOT, BALLOT, RegisterValue(b"1"))], (
+        "an error does not say that nothing changed"
+    )
     assert run_in_one_transaction(registers) == [None] * CALLS
 
 
