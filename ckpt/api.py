@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Literal, overload
 
-from ckpt.block_io.block_reader import Progress
 from ckpt.block_io.read_plan import BlockRead, plan_reads
 from ckpt.format.codec import CodecOption
 from ckpt.format.signature import KeyOption
@@ -45,6 +44,7 @@ from ckpt.state.name_mapping import Rename, rename_tree
 from ckpt.state.name_patterns import Patterns, entries, matcher, require_match, select
 from ckpt.state.tree_rebuild import refusing_deep_trees
 from ckpt.storage.base.errors import InvalidArgument
+from ckpt.storage.base.store import ByteProgress
 from ckpt.support.runtime import collector_paused, require_stack
 from ckpt.support.validation import check_switch
 
@@ -157,8 +157,8 @@ def save(
 
 def load(
     url: Url | None = None, like: Any = None, *, step: int | None = None, only: Patterns | None = None, strict: bool = False,
-    rename: Rename | None = None, progress: Progress | None = None, group: object = "auto", share_reads: ShareReads = "auto",
-    key: KeyOption = None,
+    rename: Rename | None = None, progress: ByteProgress | None = None, group: object = "auto",
+    share_reads: ShareReads = "auto", key: KeyOption = None,
 ) -> Any:  # fmt: skip
     """Load a step, by default the newest complete one, and return the state.
 

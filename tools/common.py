@@ -18,10 +18,8 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from ckpt.storage.base.errors import CkptError, InvalidArgument
+from ckpt.storage.base.store import ByteProgress
 from ckpt.support import interrupts
-
-Advance = Callable[[int], None]
-"""Called with the number of bytes that are newly done. Any thread may call it."""
 
 _PIPE_CLOSED = 128 + signal.SIGPIPE
 """The exit status of a process that SIGPIPE kills."""
@@ -161,7 +159,7 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 @contextmanager
-def progress(total: int | None, label: str) -> Iterator[Advance]:
+def progress(total: int | None, label: str) -> Iterator[ByteProgress]:
     """A context that shows a progress bar of bytes on stderr, if that is a terminal. Yields what advances it.
 
     total: the bytes in all; None if unknown.
@@ -171,7 +169,7 @@ def progress(total: int | None, label: str) -> Iterator[Advance]:
 
 
 @contextmanager
-def growing_progress(label: str, total: int | None = 0) -> Iterator[tuple[Advance, Advance]]:
+def growing_progress(label: str, total: int | None = 0) -> Iterator[tuple[ByteProgress, ByteProgress]]:
     """A context that shows a progress bar whose total grows. Yields what adds to the total, and what advances the bar."""
     from rich.console import Console  # not at the top: rich takes longer to import than most commands to run
 

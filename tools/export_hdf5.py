@@ -7,13 +7,14 @@ import json
 from types import ModuleType
 
 from ckpt.storage.base.errors import CkptError
-from ckpt.tools.common import Advance, import_optional
+from ckpt.storage.base.store import ByteProgress
+from ckpt.tools.common import import_optional
 from ckpt.tools.step_contents import Array, Contents, as_raw, check_paths
 
 _MAX_AXES = 32
 
 
-def write(contents: Contents, path: str, advance: Advance) -> list[str]:
+def write(contents: Contents, path: str, advance: ByteProgress) -> list[str]:
     """Write the file; return the names of the arrays that it has as plain integers."""
     h5py = import_optional("h5py", "HDF5", "restore")
     check_paths([*(a.name for a in contents.arrays), *contents.tied], "HDF5")

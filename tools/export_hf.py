@@ -16,7 +16,7 @@ from typing import Any
 
 from ckpt.state.name_patterns import parts_with_arrays
 from ckpt.storage.base.errors import CkptError
-from ckpt.tools.common import Advance
+from ckpt.storage.base.store import ByteProgress
 from ckpt.tools.export_safetensors import type_code, write_file
 from ckpt.tools.hf_adapter import adapter_arrays, find_adapter
 from ckpt.tools.restore_options import HfOptions
@@ -51,7 +51,7 @@ class HfModel:
         """The name of the configuration file that `from_pretrained` needs."""
         return _ADAPTER_CONFIG if self.is_adapter else _MODEL_CONFIG
 
-    def write(self, folder: Path, advance: Advance) -> list[str]:
+    def write(self, folder: Path, advance: ByteProgress) -> list[str]:
         """Write the folder; return an empty list, as it has no array as plain integers."""
         folder.mkdir()
         _copy_configuration(self.options.config, folder, self.config_name)

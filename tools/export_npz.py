@@ -10,14 +10,14 @@ from typing import IO, Any
 import numpy as np
 
 from ckpt.storage.base.errors import CkptError
-from ckpt.tools.common import Advance
+from ckpt.storage.base.store import ByteProgress
 from ckpt.tools.step_contents import Contents, as_raw
 
 _MAX_NAME_BYTES = (1 << 16) - 1
 _COMPANIONS = ("__values__", "__tied__", "__dtypes__")
 
 
-def write(contents: Contents, path: str, advance: Advance) -> list[str]:
+def write(contents: Contents, path: str, advance: ByteProgress) -> list[str]:
     """Write the file; return the names of the arrays that it has as plain integers."""
     names = {*_COMPANIONS, *(array.name for array in contents.arrays)}
     for array in contents.arrays:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ckpt.state.boxes import contiguous_start
 from ckpt.storage.base.errors import CkptError
-from ckpt.tools.common import Advance
+from ckpt.storage.base.store import ByteProgress
 from ckpt.tools.step_contents import Array, Contents, as_raw
 
 TYPE_CODES = {
@@ -25,7 +25,7 @@ HEADER_LIMIT = 100_000_000
 """The library refuses longer headers."""
 
 
-def write(contents: Contents, path: str, advance: Advance) -> list[str]:
+def write(contents: Contents, path: str, advance: ByteProgress) -> list[str]:
     """Write the file; return the names of the arrays that it has as plain integers."""
     raw = {a.name: a.dtype for a in contents.arrays if type_code(a) is None}
     metadata = {"format": "pt", "step": str(contents.checkpoint.step)}  # transformers requires `format`
@@ -36,7 +36,7 @@ def write(contents: Contents, path: str, advance: Advance) -> list[str]:
     return list(raw)
 
 
-def write_file(contents: Contents, path: str, metadata: dict[str, str], advance: Advance) -> None:
+def write_file(contents: Contents, path: str, metadata: dict[str, str], advance: ByteProgress) -> None:
     """Write all arrays of `contents` as one file with this metadata."""
     types = {a.name: type_code(a) for a in contents.arrays}
     header: dict[str, object] = {"__metadata__": metadata}

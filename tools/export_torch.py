@@ -18,7 +18,8 @@ from ckpt.state.name_patterns import matcher, select
 from ckpt.state.tree import Node, flatten
 from ckpt.state.tree_rebuild import rebuild, scalar_bytes
 from ckpt.storage.base.errors import CkptError, first_line
-from ckpt.tools.common import Advance, import_optional
+from ckpt.storage.base.store import ByteProgress
+from ckpt.tools.common import import_optional
 from ckpt.tools.step_contents import PIECE_BYTES, Array, Contents, as_raw
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ TENSOR_TYPES = {
 }  # fmt: skip
 
 
-def write(contents: Contents, path: str, advance: Advance) -> list[str]:
+def write(contents: Contents, path: str, advance: ByteProgress) -> list[str]:
     """Write the file; return the names of the arrays that it has as plain integers. The whole state is in memory meanwhile.
 
     If names change, the file has one dict of all names, as a state_dict, because the old containers would not fit them.
@@ -85,7 +86,7 @@ class _TensorReader:
             return empty_leaf("torch", saved.dtype, saved.shape, attributes)
         return NumpyLeaf(np.empty(saved.shape, Array("", "", *saved).numpy))
 
-    def read_all(self, advance: Advance) -> None:
+    def read_all(self, advance: ByteProgress) -> None:
         """Read all planned arrays."""
         batch: list[Target] = []
         pending = 0
@@ -149,7 +150,7 @@ def make_plain(node: Node) -> Node:
 class _CountingFile(io.RawIOBase):
     """A file that reports how many bytes are written to it."""
 
-    def __init__(self, file: io.BufferedWriter, advance: Advance) -> None:
+    def __init__(self, file: io.BufferedWriter, advance: ByteProgress) -> None:
         self._file = file
         self._advance = advance
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 
 from ckpt.storage.base.errors import CkptError
-from ckpt.tools.common import Advance, import_optional
+from ckpt.storage.base.store import ByteProgress
+from ckpt.tools.common import import_optional
 from ckpt.tools.step_contents import Array, Contents, as_raw, check_paths, piece_shape
 
 _CORE_TYPES = {
@@ -15,7 +16,7 @@ _CORE_TYPES = {
 """The types of the core specification, which every implementation reads."""
 
 
-def write(contents: Contents, path: str, advance: Advance) -> list[str]:
+def write(contents: Contents, path: str, advance: ByteProgress) -> list[str]:
     """Write the group as a directory; return the names of the arrays that it has as plain integers."""
     zarr = import_optional("zarr", "zarr", "restore")
     names = [a.name for a in contents.arrays]

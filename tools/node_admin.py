@@ -10,6 +10,7 @@ import click
 
 from ckpt.storage.base.errors import Refused, StoreError
 from ckpt.storage.base.plural import format_count
+from ckpt.storage.base.store import ByteProgress
 from ckpt.tools import common
 from ckpt.tools.common import emit, format_size
 from ckpt.tools.node_options import NODE_SETTINGS
@@ -212,7 +213,7 @@ def _member_used_bytes(namespace: Namespace, member: str) -> int | None:
         return None
 
 
-def _limit_rate(advance: common.Advance, rate: int | None) -> common.Advance:
+def _limit_rate(advance: ByteProgress, rate: int | None) -> ByteProgress:
     """Return an `advance` that also waits, so that no more than `rate` bytes are written per second."""
     from ckpt.aggregator.maintenance.repair import ByteRateLimiter
 

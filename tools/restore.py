@@ -14,10 +14,11 @@ from ckpt.repository.repository import Repository
 from ckpt.storage.base.errors import IntegrityError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.plural import first_few, format_count
+from ckpt.storage.base.store import ByteProgress
 from ckpt.tools import common
 from ckpt.tools.atomic_destination import atomic_destination, check_destination, make_durable
 from ckpt.tools.command_options import gather_options
-from ckpt.tools.common import Advance, emit, format_size, printable
+from ckpt.tools.common import emit, format_size, printable
 from ckpt.tools.export_names import ExportNames
 from ckpt.tools.restore_options import HfOptions, SourceOptions, hugging_face_options, name_options
 from ckpt.tools.step_contents import read_contents
@@ -187,7 +188,7 @@ def _newest_checkpoint(repo: Repository) -> Checkpoint:
     raise repo.no_step_error()
 
 
-def _with_failpoint(name: str, advance: Advance) -> Advance:
+def _with_failpoint(name: str, advance: ByteProgress) -> ByteProgress:
     def passed(nbytes: int) -> None:
         failpoint(name)
         advance(nbytes)

@@ -15,8 +15,8 @@ from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import Repository, commit_name
 from ckpt.storage.base.errors import CkptError, NotFound, is_damage
 from ckpt.storage.base.plural import format_count
-from ckpt.storage.base.store import Entry
-from ckpt.tools.common import Advance, format_size
+from ckpt.storage.base.store import ByteProgress, Entry
+from ckpt.tools.common import format_size
 
 StepState = Literal["ok", "incomplete", "damaged", "unreadable", "unfinished"]
 
@@ -170,6 +170,6 @@ def stored_bytes(manifest: Manifest) -> int:
     return manifest.stored_bytes()
 
 
-def verify_manifest(checkpoint: Checkpoint, manifest: Manifest, advance: Advance) -> int:
+def verify_manifest(checkpoint: Checkpoint, manifest: Manifest, advance: ByteProgress) -> int:
     """Read and check every block of a manifest; return the bytes read, or raise IntegrityError with leaf and file."""
     return verify_blocks(checkpoint.store, manifest, checkpoint.where, advance)

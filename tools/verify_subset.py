@@ -24,7 +24,7 @@ from ckpt.format.manifest import Row
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.repository import Repository
 from ckpt.storage.base.errors import CkptError, IntegrityError
-from ckpt.tools.common import Advance
+from ckpt.storage.base.store import ByteProgress
 
 
 class Percent(click.ParamType):  # type: ignore[type-arg]
@@ -103,7 +103,7 @@ def choose_part(blocks: Blocks, after: PackPosition | None, share: float) -> lis
 
 
 def verify_chosen(
-    repo: Repository, blocks: Blocks, chosen: Sequence[PackPosition], advance: Advance
+    repo: Repository, blocks: Blocks, chosen: Sequence[PackPosition], advance: ByteProgress
 ) -> dict[int, list[IntegrityError]]:
     """Read and check the chosen blocks; return the errors of damaged blocks, by each step that refers to them."""
     by_algorithm: dict[str, list[Row]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -21,12 +21,9 @@ from ckpt.aggregator.records.file_record import FileLayout, Fragment, MemberObje
 from ckpt.storage.base.checksums import cell_checksums
 from ckpt.storage.base.errors import IntegrityError, StoreError, Unavailable
 from ckpt.storage.base.failpoints import failpoint
-from ckpt.storage.base.store import ALIGNMENT, Writer
+from ckpt.storage.base.store import ALIGNMENT, ByteProgress, Writer
 
 log = logging.getLogger("ckpt")
-
-ByteProgress = Callable[[int], None]
-"""Called with the number of bytes just processed, from many threads."""
 
 _MAX_TRIES = 4
 _THREADS = 4  # stripes at once: one waits for a disk while another is on the network

@@ -11,7 +11,7 @@ from ckpt.aggregator.cluster.fanout import run_in_order
 from ckpt.aggregator.file_io.layout_replacement import Replacement, current_record, replace_layout
 from ckpt.aggregator.file_io.lost_fragments import LostFragments
 from ckpt.aggregator.file_io.namespace import Namespace
-from ckpt.aggregator.file_io.rebuild import ByteProgress, rebuild_fragments
+from ckpt.aggregator.file_io.rebuild import rebuild_fragments
 from ckpt.aggregator.maintenance.all_records import read_file_batches
 from ckpt.aggregator.maintenance.repair import FILES_AT_ONCE, repair_namespace, select_fragments
 from ckpt.aggregator.maintenance.repair_report import RepairCount, RepairReport
@@ -21,6 +21,7 @@ from ckpt.aggregator.records.file_record import FileLayout, FileRecord, fragment
 from ckpt.aggregator.records.ring_change import RecordsNotMoved, change_ring
 from ckpt.storage.base.errors import CkptError, InvalidArgument
 from ckpt.storage.base.plural import format_count
+from ckpt.storage.base.store import ByteProgress
 
 _RECHECK_SECONDS = 1.0
 _MAX_TRIES = 5

@@ -17,7 +17,7 @@ from functools import partial
 from ckpt.aggregator.cluster.fanout import run_in_order
 from ckpt.aggregator.file_io.layout_replacement import Replacement, current_record, replace_layout
 from ckpt.aggregator.file_io.namespace import Namespace
-from ckpt.aggregator.file_io.rebuild import ByteProgress, rebuild_fragments
+from ckpt.aggregator.file_io.rebuild import rebuild_fragments
 from ckpt.aggregator.maintenance.all_records import settle_lagging
 from ckpt.aggregator.maintenance.repair_report import RepairCount, RepairReport
 from ckpt.aggregator.maintenance.scrub import FileHealth, ScrubReport, scrub_namespace
@@ -27,6 +27,7 @@ from ckpt.aggregator.records.file_record import FileLayout, MemberObject, drop_u
 from ckpt.aggregator.records.ring_change import complete_ring_change, ensure_record_redundancy
 from ckpt.aggregator.records.tombstone_collection import collect_tombstones
 from ckpt.storage.base.errors import CkptError, StoreError, Unavailable
+from ckpt.storage.base.store import ByteProgress
 from ckpt.storage.registers.base import ABSENT_NAME, DamagedRegister
 
 log = logging.getLogger("ckpt")

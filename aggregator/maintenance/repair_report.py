@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ckpt.aggregator.file_io.rebuild import ByteProgress
+from ckpt.storage.base.store import ByteProgress
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,13 @@ from typing import Literal
 
 from ckpt.aggregator.file_io.lost_fragments import LostFragments
 from ckpt.aggregator.file_io.namespace import Namespace
-from ckpt.aggregator.file_io.rebuild import ByteProgress
 from ckpt.aggregator.maintenance.all_records import read_all_records
 from ckpt.aggregator.maintenance.inventories import read_inventories
 from ckpt.aggregator.placement.redundancy import Redundancy
 from ckpt.aggregator.records import file_record
 from ckpt.aggregator.records.file_record import FileLayout, FileRecord, fragment_bytes
 from ckpt.storage.base.errors import CkptError, NotFound, StoreError, Unavailable
+from ckpt.storage.base.store import ByteProgress
 from ckpt.storage.member.damaged_ranges import ChecksummedRange
 
 log = logging.getLogger("ckpt")

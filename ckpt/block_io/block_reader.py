@@ -22,7 +22,7 @@ from typing import Self
 
 import numpy as np
 
-from ckpt.block_io.chunked_copy import CHUNK_BYTES, BlockSource, RangeSweep, copy_in_chunks
+from ckpt.block_io.chunked_copy import CHUNK_BYTES, RangeSweep, ReadRange, copy_in_chunks
 from ckpt.block_io.copy_slots import small_copy_slots
 from ckpt.block_io.pack_reader import PackReader, grown
 from ckpt.block_io.read_plan import BlockRead, CellSpan, Destination, PieceCells, RowPiece, Target, destinations_of, plan_reads
@@ -35,7 +35,7 @@ from ckpt.format.limits import MAX_BLOCK_BYTES
 from ckpt.format.manifest import Manifest, Row
 from ckpt.state.leaves.base import Bytes, LeafPiece, is_limited_by_launches, write_pieces
 from ckpt.storage.base.errors import CkptError, IntegrityError, is_transient
-from ckpt.storage.base.store import Store
+from ckpt.storage.base.store import ByteProgress, Store
 
 _CACHED_READ_BYTES = 1 << 20
 """Bytes that are read through the page cache and hashed at once."""
@@ -43,18 +43,17 @@ _CACHED_READ_BYTES = 1 << 20
 _SMALL_PIECE_BYTES = 64 << 10
 """Pieces of fewer bytes on average are copied by one thread at a time."""
 
-Progress = Callable[[int], None]
-"""A function that is called with the number of stored bytes just read, from several threads."""
-
 
 def read_leaves(
-    store: Store, manifest: Manifest, targets: Sequence[Target], where: str, progress: Progress | None = None
+    store: Store, manifest: Manifest, targets: Sequence[Target], where: str, progress: ByteProgress | None = None
 ) -> None:
     """Fill each target with its leaf or box; raise IntegrityError with file and leaf. where: the step, for messages."""
     read_blocks(store, manifest.digest_algorithm, plan_reads(manifest, targets, where), where, progress)
 
 
-def read_blocks(store: Store, algorithm: str, read_plan: list[BlockRead], where: str, progress: Progress | None = None) -> None:
+def read_blocks(
+    store: Store, algorithm: str, read_plan: list[BlockRead], where: str, progress: ByteProgress | None = None
+) -> None:
     """Read and verify blocks and copy their pieces to the targets; raise IntegrityError or StoreError for the first failure.
 
     read_plan: in the order of packs and positions. where: the step, for messages.
@@ -79,7 +78,7 @@ class BlockReader:
     """The reader of one thread, with its open file and buffers. It reads the nearest good copy of each block."""
 
     def __init__(
-        self, store: Store, algorithm: str, where: str, progress: Progress | None, kind: ReadKind | None = None
+        self, store: Store, algorithm: str, where: str, progress: ByteProgress | None, kind: ReadKind | None = None
     ) -> None:
         """kind: how a tuner counts the reads of all blocks; None if no tuner controls them."""
         self._all_copies = store
@@ -254,7 +253,7 @@ class BlockReader:
         write_pieces(to_write)
 
     def _stream_block(
-        self, row: Row, destinations: list[Destination], source: BlockSource, chunk_bytes: int = CHUNK_BYTES
+        self, row: Row, destinations: list[Destination], source: ReadRange, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
         """Copy a whole raw block from `source` to its destinations and verify it by its digest."""
         block_hash = hasher(self._algorithm)
@@ -263,7 +262,7 @@ class BlockReader:
             raise self._damage_error(row, "digest")
 
     def _stream_cells(
-        self, span: CellSpan, begin: int, end: int, destinations: list[Destination], source: BlockSource,
+        self, span: CellSpan, begin: int, end: int, destinations: list[Destination], source: ReadRange,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:  # fmt: skip
         """Copy the cells [begin, end) of a span from `source` to the destinations and verify each by its checksum."""

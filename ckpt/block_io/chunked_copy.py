@@ -14,7 +14,7 @@ from ckpt.state.leaves.base import Bytes
 CHUNK_BYTES = 2 * CELL_BYTES
 """Bytes of a chunk that is in memory already: small enough to be in the processor's cache when it is hashed and copied."""
 
-BlockSource = Callable[[int, int, Bytes | None], Bytes]
+ReadRange = Callable[[int, int, Bytes | None], Bytes]
 """A function (begin, end, target) that returns the bytes [begin, end) of a raw block, valid until the next call.
 
 target: the memory for these bytes if they belong to one destination, else None. A source that reads into it returns it."""
@@ -44,7 +44,7 @@ def longest_part(chunk_bytes: int) -> int:
 
 
 def copy_in_chunks(
-    begin: int, end: int, destinations: list[Destination], source: BlockSource, check: Callable[[Bytes, int], object],
+    begin: int, end: int, destinations: list[Destination], source: ReadRange, check: Callable[[Bytes, int], object],
     chunk_bytes: int = CHUNK_BYTES,
 ) -> None:  # fmt: skip
     """Copy bytes [begin, end) of a raw block to destinations, in chunks.

@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from ckpt.block_io.chunk_memory import chunk_memory
-from ckpt.block_io.chunked_copy import BlockSource, longest_part
+from ckpt.block_io.chunked_copy import ReadRange, longest_part
 from ckpt.block_io.copy_slots import copy_slots
 from ckpt.block_io.read_plan import BlockRead
 from ckpt.block_io.staging_arena import round_up
@@ -112,7 +112,7 @@ class PackReader:
         with copy_slots.slot():
             return read(block)
 
-    def source(self, block: BlockRead) -> BlockSource:
+    def source(self, block: BlockRead) -> ReadRange:
         """Return a source of the bytes of an uncompressed block.
 
         It reads into the target if there is one. A read past the page cache goes into the buffer of this reader, because the

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ckpt.block_io.block_reader import BlockReader, Progress
+from ckpt.block_io.block_reader import BlockReader
 from ckpt.block_io.read_plan import BlockRead, RowPiece
 from ckpt.block_io.tuned_read_threads import run_reads
 from ckpt.format.manifest import Manifest, Row
 from ckpt.state.boxes import Box
 from ckpt.state.leaves.base import ArrayLeaf, Bytes
 from ckpt.storage.base.errors import IntegrityError
-from ckpt.storage.base.store import Store
+from ckpt.storage.base.store import ByteProgress, Store
 from ckpt.support.runtime import collector_paused
 
 
-def verify_blocks(store: Store, manifest: Manifest, where: str, progress: Progress | None = None) -> int:
+def verify_blocks(store: Store, manifest: Manifest, where: str, progress: ByteProgress | None = None) -> int:
     """Read every block of a manifest and check it as stored and as decoded; return the number of bytes read."""
     done = 0
     for rows in manifest.in_pack_order():
@@ -36,7 +36,7 @@ def verify_blocks(store: Store, manifest: Manifest, where: str, progress: Progre
 
 
 def find_bad_blocks(
-    store: Store, algorithm: str, rows: Iterable[Row], where: str, progress: Progress | None = None
+    store: Store, algorithm: str, rows: Iterable[Row], where: str, progress: ByteProgress | None = None
 ) -> list[tuple[Row, IntegrityError]]:
     """Read the block of each row and check it as stored and as decoded; return the bad ones with their errors."""
     bad: list[tuple[Row, IntegrityError]] = []  # the threads append without a lock; it is read after they have ended

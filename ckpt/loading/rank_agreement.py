@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ckpt import errors
-from ckpt.block_io.block_reader import Progress
 from ckpt.errors import GroupError
 from ckpt.format.json_records import encode_commit
 from ckpt.groups.base import Group, SingleProcessGroup, step_mismatch_error
@@ -21,6 +20,7 @@ from ckpt.repository.repository import Repository
 from ckpt.state.name_mapping import Rename
 from ckpt.state.name_patterns import Patterns
 from ckpt.storage.base.errors import CkptError, IntegrityError, StoreError
+from ckpt.storage.base.store import ByteProgress
 from ckpt.support.validation import check_progress, check_rename, check_share_reads, checked_patterns
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class LoadRequest:
 
     like: Any = None
     only: Patterns | None = None
-    progress: Progress | None = None
+    progress: ByteProgress | None = None
     rename: Rename | None = None
     group: Group = field(default_factory=SingleProcessGroup)
     share_reads: ShareReads = "auto"

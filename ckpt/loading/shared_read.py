@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ckpt.block_io.block_reader import BlockReader, Progress, read_blocks
+from ckpt.block_io.block_reader import BlockReader, read_blocks
 from ckpt.block_io.read_plan import BlockRead
 from ckpt.block_io.replicated_store import copies_of
 from ckpt.block_io.tuned_read_threads import ReadKind, most_threads, read_kind
@@ -36,7 +36,7 @@ from ckpt.loading.shared_read_schedule import (
 from ckpt.loading.shared_window import RankFailed, SharedWindow
 from ckpt.state.leaves.base import Bytes
 from ckpt.storage.base.errors import InvalidArgument
-from ckpt.storage.base.store import Store
+from ckpt.storage.base.store import ByteProgress, Store
 from ckpt.storage.base.threads import DaemonThreadPool
 from ckpt.storage.local.directory import LocalStore
 
@@ -58,7 +58,7 @@ class BlockSource:
     """The digest algorithm of the step."""
     where: str
     """The step, for messages."""
-    progress: Progress | None = None
+    progress: ByteProgress | None = None
     """Called with the number of bytes just read from the store."""
 
     def read(self, read_plan: list[BlockRead]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.block_io.block_reader import Progress, read_leaves
+from ckpt.block_io.block_reader import read_leaves
 from ckpt.block_io.read_plan import Target
 from ckpt.block_io.replicated_store import from_nearest
 from ckpt.block_io.step_verification import verify_blocks
@@ -32,7 +32,7 @@ from ckpt.state.tree import Node
 from ckpt.state.tree_rebuild import refusing_deep_trees
 from ckpt.storage.base.checked_decode import parse_json
 from ckpt.storage.base.errors import IntegrityError, NotFound
-from ckpt.storage.base.store import Store
+from ckpt.storage.base.store import ByteProgress, Store
 from ckpt.support.runtime import collector_paused
 
 
@@ -221,11 +221,11 @@ class Checkpoint:
             raise LeafNotFound(f"no leaf {name!r} in {self.where}{suggest(str(name), self)}")
         return LazyArray(self, name, saved)
 
-    def read(self, targets: Sequence[Target], progress: Progress | None = None) -> None:
+    def read(self, targets: Sequence[Target], progress: ByteProgress | None = None) -> None:
         """Fill arrays with verified leaves or boxes of leaves. The caller has checked that names and shapes match."""
         read_leaves(self.store, self.manifest(), targets, self.where, progress)
 
-    def verify(self, progress: Progress | None = None) -> int:
+    def verify(self, progress: ByteProgress | None = None) -> int:
         """Read and check every stored byte of the step.
 
             nbytes = checkpoint.verify()

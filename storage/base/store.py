@@ -25,6 +25,9 @@ TEMPORARY_SUFFIX = ".ckpt-tmp"
 
 Buffer = bytes | bytearray | memoryview
 
+ByteProgress = Callable[[int], None]
+"""Called with the number of bytes just read, written or otherwise processed. Any thread may call it."""
+
 Version = Any
 """Identifies the content of an object at one time; `get_versioned` returns it and `publish` compares it. Each store defines its
 own type."""

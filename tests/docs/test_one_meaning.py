@@ -38,10 +38,16 @@ def repeated(found: Iterator[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def classes() -> Iterator[tuple[str, str]]:
+    """Yield the public classes and the public names of types, each with its file. Type variables are no types."""
     for file, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 yield node.name, file
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                name = node.targets[0].id
+                if re.match("[A-Z].*[a-z]", name) and not ast.unparse(node.value).startswith("TypeVar"):
+                    yield name, file
 
 
 def test_a_class_name_is_defined_once() -> None:
