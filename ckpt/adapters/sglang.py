@@ -28,8 +28,8 @@ def register() -> None:
 def _replace_by_loader(check: Callable[[Any], None], config: Any) -> None:
     """Replace the name `ckpt` by the class of its loader, which SGLang takes in place of a name; check other names."""
     if isinstance(config.load_format, str) and config.load_format.lower() == LOAD_FORMAT:
-        from ckpt.adapters.sglang_loader import StepLoader  # SGLang can't import its loaders while it reads its plugins
+        from ckpt.adapters.sglang_loader import SglangStepLoader  # SGLang can't import its loaders while it reads its plugins
 
-        config.load_format = StepLoader
+        config.load_format = SglangStepLoader
     else:
         check(config)

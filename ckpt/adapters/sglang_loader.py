@@ -32,7 +32,7 @@ class _Loaded:
     names: frozenset[str]
 
 
-class StepLoader(DefaultModelLoader):  # type: ignore[misc]
+class SglangStepLoader(DefaultModelLoader):  # type: ignore[misc]
     """Loads the weights of a step; everything else is done as SGLang does it for safetensors.
 
     `model_loader_extra_config` has the options of `ServedStep`. The key file is that in CKPT_KEY_FILE.

@@ -24,10 +24,10 @@ from ckpt.storage.base.errors import InvalidArgument
 
 def register() -> None:
     """Register the load format with vLLM."""
-    register_model_loader(LOAD_FORMAT)(StepLoader)
+    register_model_loader(LOAD_FORMAT)(VllmStepLoader)
 
 
-class StepLoader(DefaultModelLoader):  # type: ignore[misc]
+class VllmStepLoader(DefaultModelLoader):  # type: ignore[misc]
     """Loads the weights of a step; everything else is done as vLLM does it for safetensors.
 
     `model_loader_extra_config` has the options of `ServedStep`. The key file is that in CKPT_KEY_FILE.

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 CODE = ("ckpt", "storage", "aggregator", "recovery", "tools")
 
-ONE_FOR_EACH_FRAMEWORK = frozenset(["Checkpoints", "CkptManager", "ModelState", "StepLoader"])
+ONE_FOR_EACH_FRAMEWORK = frozenset(["Checkpoints", "CkptManager", "ModelState"])
 """Public classes of adapters that do the same for different frameworks."""
 
 NAMED_BY_TORCH = frozenset(["Reader", "Writer"])

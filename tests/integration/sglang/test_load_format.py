@@ -159,7 +159,7 @@ def accepted_options(folder: Path, state: dict[str, Any]) -> dict[str, dict[str,
 
 def test_the_weights_and_the_logits_are_those_of_an_export(loaded: Loaded) -> None:
     found, expected = loaded.from_step, loaded.from_export
-    assert (found["loader"], expected["loader"]) == ("StepLoader", "DefaultModelLoader")
+    assert (found["loader"], expected["loader"]) == ("SglangStepLoader", "DefaultModelLoader")
     assert found["digest"] == expected["digest"]
     assert found["logits"] == expected["logits"]  # bit for bit
     with torch.no_grad():
