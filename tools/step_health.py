@@ -12,7 +12,8 @@ from ckpt.format.json_records import CommitRecord
 from ckpt.format.manifest import Manifest
 from ckpt.format.pack import step_of_file
 from ckpt.repository.checkpoint import Checkpoint
-from ckpt.repository.repository import Repository, commit_name
+from ckpt.repository.file_names import STEPS_FOLDER, commit_name, step_folder
+from ckpt.repository.repository import Repository
 from ckpt.storage.base.errors import CkptError, NotFound, is_damage
 from ckpt.storage.base.plural import format_count
 from ckpt.storage.base.store import ByteProgress, Entry
@@ -70,12 +71,12 @@ def step_reports(repo: Repository, steps: Iterable[int]) -> list[StepReport]:
     """
     found = [_check_record(repo, step) for step in steps]
     needed = {f.name for r in found if r.commit for f in _record_files(r.commit)}
-    folders = {_step_folder(name) for name in needed} | {f"steps/{r.step}" for r in found}
+    folders = {_folder_of_file(name) for name in needed} | {step_folder(r.step) for r in found}
     files = {e.name: e.nbytes for e in _list_files(repo, folders)}
-    left_over = {_step_folder(name) for name in files.keys() - needed}
+    left_over = {_folder_of_file(name) for name in files.keys() - needed}
     reports = []
     for report in found:
-        if report.state == "unfinished" and needed and f"steps/{report.step}" not in left_over:
+        if report.state == "unfinished" and needed and step_folder(report.step) not in left_over:
             continue
         report = _check_files(report, files)
         if report.state == "incomplete" and _check_record(repo, report.step).state == "unfinished":
@@ -107,13 +108,13 @@ def _record_files(commit: CommitRecord) -> tuple[json_records.StepFile, ...]:
     return commit.manifests + commit.trees + commit.packs
 
 
-def _step_folder(name: str) -> str:
+def _folder_of_file(name: str) -> str:
     return "/".join(name.split("/")[:2])
 
 
 def _list_files(repo: Repository, folders: set[str]) -> Iterator[Entry]:
     if len(folders) > 8:  # one listing of all steps; for few folders, listing each is faster
-        yield from repo.store.list("steps")
+        yield from repo.store.list(STEPS_FOLDER)
         return
     for folder in folders:
         yield from repo.store.list(folder)
@@ -121,7 +122,7 @@ def _list_files(repo: Repository, folders: set[str]) -> Iterator[Entry]:
 
 def _check_files(report: StepReport, files: dict[str, int]) -> StepReport:
     if report.state == "unfinished":
-        prefix = f"steps/{report.step}/"
+        prefix = f"{step_folder(report.step)}/"
         sizes = [nbytes for name, nbytes in files.items() if name.startswith(prefix)]
         content = f"{format_count(len(sizes), 'file')}, {format_size(sum(sizes))}"
         problem = f"no commit record: a save still runs, or a save or a deletion was interrupted ({content})"

@@ -20,7 +20,8 @@ from ckpt.loading.rank_agreement import (
 )
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.damage_registry import mark_damaged_in_all_tiers
-from ckpt.repository.repository import Repository, commit_name, steps_text
+from ckpt.repository.file_names import commit_name
+from ckpt.repository.repository import Repository, steps_text
 from ckpt.storage.base.errors import IntegrityError, StoreError
 from ckpt.support.user_warning import warn_user
 

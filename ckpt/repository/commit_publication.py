@@ -12,7 +12,8 @@ from collections.abc import Callable
 from ckpt.errors import StepNotFound
 from ckpt.format.json_records import MAX_RECORD_BYTES, CommitRecord, decode_commit, encode_commit
 from ckpt.repository.attempt import Attempt
-from ckpt.repository.repository import Repository, commit_name, step_folder
+from ckpt.repository.file_names import commit_name, step_folder
+from ckpt.repository.repository import Repository
 from ckpt.repository.writer_lease import WriterLease
 from ckpt.storage.base.conditional_store import MAX_TRIES
 from ckpt.storage.base.errors import AlreadyExists, Changed, IntegrityError, NotFound, Unavailable

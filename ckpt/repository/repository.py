@@ -26,8 +26,10 @@ from ckpt.format import json_records
 from ckpt.format.json_records import CommitRecord
 from ckpt.format.signature import NO_KEYS, KeyOption, Keys, as_keys
 from ckpt.format.training_lines import StepOrder, TrainingLine, order_by_number, order_steps
+from ckpt.groups.store_rendezvous import RENDEZVOUS_FOLDER
 from ckpt.repository import line_records
 from ckpt.repository.checkpoint import Checkpoint
+from ckpt.repository.file_names import STEPS_FOLDER, commit_name
 from ckpt.repository.line_records import StepLines
 from ckpt.storage.base.errors import AlreadyExists, CkptError, InvalidArgument, NotFound, StoreError, is_damage
 from ckpt.storage.base.store import Entry, Store
@@ -52,20 +54,6 @@ _NO_STEP_ADVICE = "check the URL, or save a step first"
 def new_marker() -> bytes:
     """Return the content of the marker file of a new repository, with a new id."""
     return json_records.encode("repository", {"id": uuid.uuid4().hex})
-
-
-def step_folder(step: int) -> str:
-    """Return the name of the folder of a step."""
-    return f"steps/{step}"
-
-
-def commit_name(step: int) -> str:
-    """Return the name of the commit record of a step, which makes the step exist."""
-    return f"steps/{step}/commit.json"
-
-
-FOLDERS = ("steps", "generations", "lines", "meet")
-"""The folders of a repository. All other folders at its URL belong to someone else, such as another repository."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +110,7 @@ class Repository:
         """Raise StepNotFound if nothing exists at the URL yet; FormatError or IntegrityError if what exists can't be used."""
         if self._has_marker():
             return
-        has_steps, other = any(self.store.list_folders("steps")), self._file_outside_rendezvous()
+        has_steps, other = any(self.store.list_folders(STEPS_FOLDER)), self._file_outside_rendezvous()
         if self._has_marker():  # another process has just created it
             return
         if has_steps:
@@ -139,13 +127,13 @@ class Repository:
 
         Ranks meet there before the repository exists.
         """
-        return next((e for e in self.store.list() if not e.name.startswith("meet/")), None)
+        return next((e for e in self.store.list() if not e.name.startswith(f"{RENDEZVOUS_FOLDER}/")), None)
 
     def ensure(self) -> None:
         """Create the repository if it does not exist; raise FormatError if the folder has other files."""
         if self._has_marker():
             return
-        has_steps, other = any(self.store.list_folders("steps")), self._file_outside_rendezvous()
+        has_steps, other = any(self.store.list_folders(STEPS_FOLDER)), self._file_outside_rendezvous()
         if other is not None and not self.store.exists(MARKER):  # a marker now means that another process was faster
             if has_steps:
                 raise FormatError(f"{self._missing_marker_text()}; restore it from a copy, or name an empty or a new folder")
@@ -163,7 +151,7 @@ class Repository:
 
     def step_numbers(self) -> list[int]:
         """Return the numbers of all steps that have a folder, committed or not, in ascending order."""
-        return sorted(int(n) for n in self.store.list_folders("steps") if n.isdigit() and str(int(n)) == n)
+        return sorted(int(n) for n in self.store.list_folders(STEPS_FOLDER) if n.isdigit() and str(int(n)) == n)
 
     def commit(self, step: int) -> CommitRecord:
         """Return the commit record of a step; StepNotFound if it is missing, IntegrityError if it is damaged."""

@@ -19,9 +19,10 @@ from ckpt.format.json_records import MAX_RECORD_BYTES, CommitRecord, decode_comm
 from ckpt.format.pack import step_of_file
 from ckpt.format.training_lines import TrainingLine, order_steps
 from ckpt.repository.completeness import is_complete
+from ckpt.repository.file_names import STEPS_FOLDER, commit_name
 from ckpt.repository.lease_records import obsolete_lease_records
 from ckpt.repository.permanent_steps import Windows
-from ckpt.repository.repository import Repository, commit_name, steps_text
+from ckpt.repository.repository import Repository, steps_text
 from ckpt.repository.writer_lease import WriterLease
 from ckpt.storage.base.conditional_store import RESERVATION_BYTES
 from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NotFound, is_damage
@@ -157,7 +158,7 @@ def sweep(
     # Read before the listing: an attempt that commits during the listing is among these, and one that begins later waits for
     # the end of the sweep before it writes. A step that is saved again may get a new record after its old one was read here.
     active, spared_steps = lease.active_attempts(), {*spared_steps, *lease.active_steps()}
-    sizes = {entry.name: entry.nbytes for entry in store.list("steps")}
+    sizes = {entry.name: entry.nbytes for entry in store.list(STEPS_FOLDER)}
     records = _read_records(repo, sizes)
     released_files = {*replaced_files}
     if keep is not None:

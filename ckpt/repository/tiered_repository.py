@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from ckpt.block_io.replicated_store import ReplicatedStore
 from ckpt.format.json_records import CommitRecord
-from ckpt.repository.repository import Repository, commit_name
+from ckpt.repository.file_names import commit_name
+from ckpt.repository.repository import Repository
 from ckpt.storage.base.errors import CkptError, IntegrityError, NotFound, StoreError
 
 log = logging.getLogger("ckpt")

@@ -23,8 +23,9 @@ from ckpt.errors import Fenced, RepositoryBusy
 from ckpt.format import json_records
 from ckpt.groups.process_identity import ProcessIdentity, is_alive, this_process
 from ckpt.repository.attempt import Attempt, AttemptSeries, SerialCounter
+from ckpt.repository.file_names import FOLDERS
 from ckpt.repository.lease_records import end_markers, generation_name, lease_holder, list_lease_records, newest_generation
-from ckpt.repository.repository import FOLDERS, Repository
+from ckpt.repository.repository import Repository
 from ckpt.storage.base.errors import AlreadyExists, CkptError, IntegrityError, NotFound, StoreError, Unavailable
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.fencing_probe import require_conditional_puts

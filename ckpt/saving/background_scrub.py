@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from ckpt.format.json_records import CommitRecord
 from ckpt.repository.damage_registry import damaged_steps, mark_damaged_in_all_tiers
+from ckpt.repository.file_names import step_folder
 from ckpt.repository.repository import Repository, steps_text
 from ckpt.saving.dedup import ContentKey, PreviousBlock, base_of, is_block_intact
 from ckpt.storage.base.errors import CkptError, NotFound
@@ -118,7 +119,7 @@ class Scrubber:
         checkpoint = self._repo.latest(damaged_steps(self._repo))
         if checkpoint is None:
             return []
-        own = f"steps/{checkpoint.step}/"
+        own = f"{step_folder(checkpoint.step)}/"
         found = [(key, PreviousBlock(*at)) for key, at in checkpoint.manifest().blocks(self._rank).items()]
         bases = [base for (_, nbytes), block in found if (base := base_of(block, nbytes)) is not None]
         found = [(key, replace(block, base=None)) for key, block in found]  # each block is read once, and so is each base
@@ -153,7 +154,7 @@ class Scrubber:
 
 def refers_to_earlier(commit: CommitRecord) -> bool:
     """Return whether a step has blocks that an earlier step wrote."""
-    own = f"steps/{commit.step}/"
+    own = f"{step_folder(commit.step)}/"
     return any(not file.name.startswith(own) for file in commit.packs)
 
 

@@ -30,7 +30,7 @@ from ckpt.repository import commit_publication
 from ckpt.repository.attempt import Attempt
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.completeness import note_complete
-from ckpt.repository.repository import step_folder
+from ckpt.repository.file_names import STEPS_FOLDER, step_folder
 from ckpt.repository.retention import Keep, has_all_files
 from ckpt.saving import commit_wait, failure_reports, rank_part_merge, rank_parts
 from ckpt.saving.buffer_merge import warn_of_large_buffers
@@ -259,7 +259,7 @@ class Committer:
         except IntegrityError as error:  # no other error: a step that can't be read now may be complete
             log.warning("step %d is damaged and will be replaced: %s", self._step, error)
             return False
-        sizes = {entry.name: entry.nbytes for entry in self._store.list("steps")}
+        sizes = {entry.name: entry.nbytes for entry in self._store.list(STEPS_FOLDER)}
         return has_all_files(commit, sizes)
 
     def discard(self, error: BaseException) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ckpt.format.training_lines import TrainingLine
-from ckpt.repository.repository import Repository, commit_name
+from ckpt.repository.file_names import commit_name
+from ckpt.repository.repository import Repository
 from ckpt.storage.base.errors import CkptError, NotFound, is_damage
 from ckpt.support.user_warning import warn_user
 

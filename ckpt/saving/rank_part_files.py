@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ckpt.format.pack import step_of_file
 from ckpt.repository.attempt import Attempt
-from ckpt.repository.repository import step_folder
+from ckpt.repository.file_names import COMMIT_FILE, STEPS_FOLDER, step_folder
 from ckpt.storage.base.errors import CkptError
 from ckpt.storage.base.store import Store
 
@@ -53,11 +53,11 @@ def other_step_text(store: Store, attempt: Attempt, ranks: Collection[int]) -> s
     """Return a text that names another, uncommitted step for which one of these ranks has written a part; "" if none."""
     newest: dict[int, tuple[int, int]] = {}
     with suppress(CkptError):  # the error to report is that these ranks are missing
-        names = {entry.name for entry in store.list("steps")}
+        names = {entry.name for entry in store.list(STEPS_FOLDER)}
         for name in names:
             folder, _, file = name.partition("/part/")
             part = _PART_NAME.fullmatch(file)
-            if part is None or int(part["generation"]) != attempt.generation or f"{folder}/commit.json" in names:
+            if part is None or int(part["generation"]) != attempt.generation or f"{folder}/{COMMIT_FILE}" in names:
                 continue
             rank, step = int(part["rank"]), step_of_file(name)
             if rank in ranks and step != attempt.step:

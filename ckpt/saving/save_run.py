@@ -14,7 +14,7 @@ from ckpt.format.digest import is_cryptographic
 from ckpt.format.pack import PackWriter
 from ckpt.repository.attempt import Attempt
 from ckpt.repository.checkpoint import Checkpoint
-from ckpt.repository.repository import step_folder
+from ckpt.repository.file_names import step_folder
 from ckpt.saving.attempt_failure import AttemptFailure
 from ckpt.saving.block_writer import BlockWriter, WritingParts, WrittenBlocks, join_written
 from ckpt.saving.buffer_shares import BufferDigests

@@ -12,8 +12,9 @@ from ckpt import errors
 from ckpt.groups.base import Group
 from ckpt.groups.process_identity import ProcessIdentity, this_process
 from ckpt.repository.attempt import SerialCounter
+from ckpt.repository.file_names import commit_name
 from ckpt.repository.group_lease import GroupLease, acquire_group_lease
-from ckpt.repository.repository import Repository, commit_name
+from ckpt.repository.repository import Repository
 from ckpt.repository.retention import sweep
 from ckpt.repository.writer_lease import WriterLease
 from ckpt.storage.base.checked_decode import decode

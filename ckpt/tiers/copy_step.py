@@ -23,7 +23,8 @@ from ckpt.format.pack import file_lengths
 from ckpt.repository import commit_publication
 from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.damage_registry import clear_damaged, damaged_steps
-from ckpt.repository.repository import Repository, commit_name
+from ckpt.repository.file_names import commit_name
+from ckpt.repository.repository import Repository
 from ckpt.repository.retention import Keep
 from ckpt.saving.writer_session import Session
 from ckpt.storage.base.errors import IntegrityError, NoSpace, NotFound, StoreError

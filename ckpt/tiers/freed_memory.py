@@ -8,7 +8,8 @@ from contextlib import suppress
 
 from ckpt.errors import Fenced
 from ckpt.groups.base import Group
-from ckpt.repository.repository import Repository, commit_name, step_folder
+from ckpt.repository.file_names import STEPS_FOLDER, commit_name, is_commit_name, step_folder
+from ckpt.repository.repository import Repository
 from ckpt.storage.base.errors import CkptError, IntegrityError, NotFound, StoreError
 from ckpt.tiers.open_tier import OpenTier
 from ckpt.tiers.tier_spec import MEMORY
@@ -50,13 +51,13 @@ def free_memory(
                         _DRAIN_ADVICE,
                     )  # fmt: skip
                     continue
-                names = [entry.name for entry in store.list("steps")]
+                names = [entry.name for entry in store.list(STEPS_FOLDER)]
                 if group.size > 1 and newest is not None:  # another rank may still wait for this commit record
                     names = [name for name in names if name != commit_name(newest[1])]
                 if skipped is not None:
                     names = [name for name in names if not name.startswith(f"{step_folder(skipped)}/")]
                 tier.session.writer_lease.require_newest()  # after the listing, so that no later step is in it
-                store.delete([name for name in names if name.endswith("/commit.json")])
+                store.delete([name for name in names if is_commit_name(name)])
                 store.delete(names)
                 if skipped is None:
                     store.sweep_temporaries("")

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from ckpt.groups.base import SingleProcessGroup
 from ckpt.repository.attempt import SerialCounter
-from ckpt.repository.repository import Repository, Url, commit_name, open_repository
+from ckpt.repository.file_names import commit_name
+from ckpt.repository.repository import Repository, Url, open_repository
 from ckpt.repository.tiered_repository import TieredRepository
 from ckpt.saving import session_registry
 from ckpt.saving.writer_session import Session

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from ckpt.errors import FormatError, StepNotFound
 from ckpt.format import json_records
-from ckpt.repository.repository import FOLDERS, MARKER, Repository, new_marker
+from ckpt.repository.file_names import FOLDERS, is_commit_name
+from ckpt.repository.repository import MARKER, Repository, new_marker
 from ckpt.storage.base.errors import IntegrityError, InvalidArgument, NotFound, StoreError
 from ckpt.tiers.tier_spec import MEMORY, Tier, memory_folder_name
 
@@ -143,4 +144,4 @@ def _was_cleared(repo: Repository, tier: Tier) -> bool:
     names = [entry.name for entry in repo.store.list()]
     folders = tuple(f"{folder}/" for folder in FOLDERS)
     are_ours = all(name == TIER_NOTE_NAME or name.startswith(folders) for name in names)
-    return bool(names) and are_ours and (tier.url == MEMORY or not any(name.endswith("/commit.json") for name in names))
+    return bool(names) and are_ours and (tier.url == MEMORY or not any(map(is_commit_name, names)))

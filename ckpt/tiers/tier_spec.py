@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ckpt.repository.file_names import STEPS_FOLDER
 from ckpt.repository.repository import Repository, Url, open_repository
 from ckpt.repository.retention import Keep, as_keep
 from ckpt.storage.base.errors import InvalidArgument
@@ -72,7 +73,7 @@ def checked_tiers(tiers: object) -> tuple[Tier, ...]:
 
 def stored_step_bytes(repo: Repository) -> int:
     """Return the bytes of all files of all steps."""
-    return sum(entry.nbytes for entry in repo.store.list("steps"))
+    return sum(entry.nbytes for entry in repo.store.list(STEPS_FOLDER))
 
 
 # --- where a tier is --------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.repository.repository import Repository, commit_name
+from ckpt.repository.file_names import commit_name
+from ckpt.repository.repository import Repository
 from ckpt.repository.writer_lease import WriterLease, acquire_lease
 from helpers.folders import fast_folder
 from helpers.lease_writers import Events, eventful_store

@@ -39,8 +39,8 @@ from ckpt.format.json_records import CommitRecord, StepFile, decode_commit
 from ckpt.groups.base import SingleProcessGroup
 from ckpt.loading.newest_step_load import load_newest_on_all_ranks
 from ckpt.loading.rank_agreement import LoadRequest
-from ckpt.repository import commit_publication, lease_records, repository
-from ckpt.repository.repository import Repository, commit_name
+from ckpt.repository import commit_publication, file_names, lease_records, repository
+from ckpt.repository.repository import Repository
 from ckpt.repository.writer_lease import WriterLease
 from ckpt.saving.options import Options
 from ckpt.storage.base.errors import CkptError, NotFound
@@ -325,7 +325,7 @@ class TierSimulation:
             if (later := now.get(step)) is not None:
                 kind, now_step = "run" if place == self._record else "memory", len(self.interleaving.steps)
                 is_right = later.save_order >= commit.save_order
-                is_right |= self.faults.is_damaged_since(kind, commit_name(step), now_step)
+                is_right |= self.faults.is_damaged_since(kind, file_names.commit_name(step), now_step)
                 self._require(is_right, f"step {step} of {place} was replaced by an earlier save")
                 continue
             if commit.save_order not in self._acknowledged:
@@ -345,7 +345,7 @@ class TierSimulation:
         if place == self._record or process not in self._jobs:
             return
         if (ended := self._ended.get(process)) is not None and save == self._newest:
-            is_damaged = self.faults.is_damaged_since("run", commit_name(commit.step), ended)
+            is_damaged = self.faults.is_damaged_since("run", file_names.commit_name(commit.step), ended)
             self._require(not is_damaged, f"step {commit.step} of {place} was deleted, and its record elsewhere is damaged")
         is_newest = self._newest_generation() <= self._generations.get(process, 0)
         if save == self._due.get(process) and is_newest and not self.faults.were_active_since(0):

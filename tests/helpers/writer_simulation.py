@@ -27,8 +27,9 @@ from ckpt.format.json_records import CommitRecord, StepFile, decode_commit
 from ckpt.repository.attempt import Attempt, AttemptSeries
 from ckpt.repository.commit_publication import delete_files, publish_commit, settle_attempt
 from ckpt.repository.completeness import note_complete
+from ckpt.repository.file_names import commit_name
 from ckpt.repository.lease_records import newest_generation
-from ckpt.repository.repository import Repository, commit_name
+from ckpt.repository.repository import Repository
 from ckpt.repository.retention import Keep, sweep
 from ckpt.repository.writer_lease import WriterLease, acquire_lease
 from ckpt.storage.base.errors import CkptError, IntegrityError, NotFound, StoreError

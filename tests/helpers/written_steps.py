@@ -7,7 +7,7 @@ from ckpt.format.json_records import CommitRecord, StepFile, encode_commit, sign
 from ckpt.format.signature import NO_KEYS, Keys
 from ckpt.format.training_lines import TrainingLine
 from ckpt.repository.completeness import note_complete
-from ckpt.repository.repository import commit_name
+from ckpt.repository.file_names import commit_name
 from ckpt.storage.base.store import Store
 
 FIRST_LINE = TrainingLine()

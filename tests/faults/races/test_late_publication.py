@@ -17,7 +17,8 @@ from obstore.store import MemoryStore
 import ckpt
 from ckpt.groups.threads import ThreadGroup
 from ckpt.repository import commit_publication
-from ckpt.repository.repository import Repository, commit_name
+from ckpt.repository.file_names import commit_name
+from ckpt.repository.repository import Repository
 from ckpt.storage.base.store import Buffer, Version
 from ckpt.storage.remote.object_store import ObjectStore
 

@@ -13,7 +13,7 @@ from helpers.states import assert_same, state_of
 import ckpt
 from ckpt.groups.base import Group
 from ckpt.repository import retention
-from ckpt.repository.repository import commit_name
+from ckpt.repository.file_names import commit_name
 from ckpt.storage.base.store import Buffer, Version, Writer
 from ckpt.storage.local.directory import LocalStore
 

@@ -14,8 +14,9 @@ from helpers.processes import finish, python, wait_until_stopped
 from helpers.small_disks import small_disk as small_disk
 
 import ckpt
+from ckpt.repository.file_names import commit_name
 from ckpt.repository.lease_records import newest_generation
-from ckpt.repository.repository import Repository, commit_name
+from ckpt.repository.repository import Repository
 from ckpt.storage.base.errors import NoSpace
 from ckpt.storage.local.directory import LocalStore
 

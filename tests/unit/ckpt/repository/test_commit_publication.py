@@ -18,7 +18,8 @@ from helpers.written_steps import commit_of
 from ckpt.errors import Fenced
 from ckpt.format.json_records import MAX_RECORD_BYTES, CommitRecord, encode_commit
 from ckpt.repository.commit_publication import publish_commit
-from ckpt.repository.repository import Repository, commit_name
+from ckpt.repository.file_names import commit_name
+from ckpt.repository.repository import Repository
 from ckpt.repository.writer_lease import WriterLease, acquire_lease
 from ckpt.storage.base.conditional_store import MAX_TRIES
 from ckpt.storage.base.errors import IntegrityError, NotFound, Unavailable

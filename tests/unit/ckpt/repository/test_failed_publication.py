@@ -13,7 +13,8 @@ from helpers.written_steps import commit_of, put_attempt, put_step
 from ckpt.errors import Fenced
 from ckpt.repository.attempt import Attempt
 from ckpt.repository.commit_publication import delete_files, publish_commit, settle_attempt
-from ckpt.repository.repository import Repository, commit_name
+from ckpt.repository.file_names import commit_name
+from ckpt.repository.repository import Repository
 from ckpt.repository.writer_lease import WriterLease, acquire_lease
 from ckpt.storage.base.errors import NotFound, StoreError, Unavailable
 from ckpt.storage.base.store import Buffer, Version

@@ -18,7 +18,8 @@ import ckpt
 from ckpt.api import load_newest
 from ckpt.groups.base import Group, SingleProcessGroup
 from ckpt.loading.rank_agreement import LoadRequest
-from ckpt.repository.repository import commit_name, open_repository
+from ckpt.repository.file_names import commit_name
+from ckpt.repository.repository import open_repository
 from ckpt.storage.base.errors import IntegrityError, StoreError
 from ckpt.storage.local.directory import LocalStore
 from ckpt.tools.step_health import step_reports

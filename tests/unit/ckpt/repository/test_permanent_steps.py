@@ -12,8 +12,9 @@ from helpers.swept_repositories import events, lease, repo
 from helpers.written_steps import attempt_files, put_step
 
 from ckpt.format.training_lines import TrainingLine, order_steps
+from ckpt.repository.file_names import commit_name
 from ckpt.repository.permanent_steps import Windows
-from ckpt.repository.repository import Repository, commit_name
+from ckpt.repository.repository import Repository
 from ckpt.repository.retention import Keep, expired_steps, sweep
 from ckpt.repository.writer_lease import WriterLease
 from ckpt.storage.base.errors import StoreError

@@ -12,7 +12,8 @@ from helpers.written_steps import attempt_files, put_attempt, put_step
 
 from ckpt.errors import Fenced
 from ckpt.repository.attempt import AttemptSeries
-from ckpt.repository.repository import Repository, commit_name
+from ckpt.repository.file_names import commit_name
+from ckpt.repository.repository import Repository
 from ckpt.repository.retention import Keep, sweep
 from ckpt.repository.writer_lease import WriterLease, acquire_lease
 

@@ -14,7 +14,8 @@ from helpers.written_steps import FIRST_LINE, attempt_files, commit_of, put_atte
 from ckpt.format.json_records import StepFile, encode_commit
 from ckpt.format.signature import as_keys
 from ckpt.format.training_lines import TrainingLine
-from ckpt.repository.repository import Repository, commit_name
+from ckpt.repository.file_names import commit_name
+from ckpt.repository.repository import Repository
 from ckpt.repository.retention import Keep, has_all_files, sweep
 from ckpt.repository.writer_lease import WriterLease, acquire_lease
 from ckpt.storage.base.conditional_store import new_reservation

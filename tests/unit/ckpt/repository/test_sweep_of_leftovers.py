@@ -12,7 +12,8 @@ from ckpt.errors import Fenced
 from ckpt.format.json_records import encode_commit
 from ckpt.repository.attempt import Attempt
 from ckpt.repository.commit_publication import publish_commit
-from ckpt.repository.repository import Repository, commit_name
+from ckpt.repository.file_names import commit_name
+from ckpt.repository.repository import Repository
 from ckpt.repository.retention import sweep
 from ckpt.repository.writer_lease import WriterLease, acquire_lease
 from ckpt.storage.base.errors import StoreError

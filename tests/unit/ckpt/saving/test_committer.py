@@ -29,7 +29,8 @@ from ckpt.format.json_records import CommitRecord, encode_commit
 from ckpt.groups.base import SingleProcessGroup
 from ckpt.repository import completeness
 from ckpt.repository.completeness import is_complete
-from ckpt.repository.repository import Repository, commit_name
+from ckpt.repository.file_names import commit_name
+from ckpt.repository.repository import Repository
 from ckpt.saving import committer as committer_module
 from ckpt.saving.committer import Committer
 from ckpt.saving.options import Options
