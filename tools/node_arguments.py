@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt.storage.base.errors import InvalidArgument
+from ckpt.storage.node.client_credentials import MAX_PORT
 
 if TYPE_CHECKING:
     from ckpt.storage.node.token_check import TokenFile
@@ -20,7 +21,7 @@ def monitor_port(port: int) -> int:
     """Return the default port of health and metrics for the port of a node; 0 for 0, which means any free port."""
     if not port:
         return 0
-    return port + _MONITOR_OFFSET if port + _MONITOR_OFFSET < 1 << 16 else port - _MONITOR_OFFSET
+    return port + _MONITOR_OFFSET if port + _MONITOR_OFFSET <= MAX_PORT else port - _MONITOR_OFFSET
 
 
 def open_token_file(file: Path | None) -> TokenFile | None:
@@ -39,8 +40,8 @@ def parse_address(text: str, option: str) -> tuple[str, int]:
     bare = ":" in host and not (host.startswith("[") and host.endswith("]"))
     if not host or bare or not (port.isascii() and port.isdigit()):
         raise click.UsageError(f"{option} {text}: write HOST:PORT, such as 127.0.0.1:7070 or [::1]:7070")
-    if len(port) > 5 or int(port) > 65535:
-        raise click.UsageError(f"{option} {text}: the port must be 0 to 65535, where 0 chooses a free one")
+    if len(port) > 5 or int(port) > MAX_PORT:
+        raise click.UsageError(f"{option} {text}: the port must be 0 to {MAX_PORT}, where 0 chooses a free one")
     return host, int(port)
 
 

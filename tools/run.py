@@ -17,6 +17,7 @@ from ckpt.recovery.ranks import host_identity, mpi
 from ckpt.storage.base.background_stderr import write_stderr_in_background
 from ckpt.storage.base.errors import CkptError
 from ckpt.storage.base.plural import format_count
+from ckpt.storage.node.client_credentials import INSECURE_VARIABLE, MAX_PORT, TOKEN_VARIABLE, is_loopback
 from ckpt.tools import common, run_adapt, run_queries
 from ckpt.tools.run_options import HostRunOptions, JobOptions, SecurityOptions, run_options
 from ckpt.tools.simulate import command as simulate
@@ -132,7 +133,6 @@ def _set_rank_environment(job: JobOptions, launcher: str, security: SecurityOpti
     """Set environment variables of this process, which the ranks inherit."""
     if launcher == "slurm":  # it is the number of agents: more than the ranks of an attempt on the only host that is left
         os.environ.pop("SLURM_STEP_NUM_TASKS", None)
-    from ckpt.storage.node.client_credentials import INSECURE_VARIABLE, TOKEN_VARIABLE
     from ckpt.storage.node.security_options import VARIABLES
     from ckpt.training.loss_spikes import FACTOR_VARIABLE
 
@@ -227,7 +227,6 @@ def _node_security(address: str, options: SecurityOptions) -> NodeSecurity | Non
 
     Returns None, and prints the reason, if anyone on the network could use it.
     """
-    from ckpt.storage.node.client_credentials import is_loopback
     from ckpt.storage.node.security_options import security_from_environment
 
     security = replace(security_from_environment(), insecure=options.insecure)
@@ -248,7 +247,7 @@ def _parse_metrics_address(address: str | None) -> tuple[str, int] | None:
     host, _, port = address.rpartition(":")
     try:
         host.encode("idna")
-        usable = bool(host) and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16
+        usable = bool(host) and port.isascii() and port.isdigit() and 0 < int(port) <= MAX_PORT
     except UnicodeError:
         usable = False
     if not usable:

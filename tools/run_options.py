@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt.recovery.ranks import host_identity
+from ckpt.recovery.run_log.run_spec import RunSpec
 from ckpt.tools import common, run_adapt, run_queries
 from ckpt.tools.command_options import CommandFunction, gather_options
 
 if TYPE_CHECKING:
     from ckpt.recovery.policy.hang_limits import HangLimits
-    from ckpt.recovery.run_log.run_spec import RunSpec
 
 _FILE_TYPE = click.Path(exists=True, dir_okay=False, resolve_path=True)
 _MAX_RESTARTS = 10**9
 """The run log has numbers of 64 bits. Nobody waits for the end of so many restarts."""
+
+_USUAL = RunSpec((), 0)
+"""Its optional fields have the defaults of their options."""
 
 _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("-n", "--ranks", type=click.IntRange(1), default=1, show_default=True, help="Processes on each host."),
@@ -34,7 +37,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--spares",
         type=click.IntRange(0),
-        default=0,
+        default=_USUAL.spares,
         show_default=True,
         help="The number of hosts that should wait as spares; a note is logged if there are fewer.",
     ),
@@ -59,28 +62,28 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--restarts",
         type=click.IntRange(0, _MAX_RESTARTS),
-        default=10,
+        default=_USUAL.restarts,
         show_default=True,
         help="The most restarts in a row without a newer step.",
     ),
     click.option(
         "--grace",
         type=common.Number(0),
-        default=30.0,
+        default=_USUAL.grace_seconds,
         show_default=True,
         help="Seconds for a last save after SIGTERM.",
     ),
     click.option(
         "--patience",
         type=common.Number(0, never=True),
-        default=30.0,
+        default=_USUAL.patience_seconds,
         show_default=True,
         help="Seconds to wait for a replacement of a lost host, before the job continues with fewer.",
     ),
     click.option(
         "--give-up",
         type=common.Number(0, never=True),
-        default=600.0,
+        default=_USUAL.give_up_seconds,
         show_default=True,
         help="Seconds to wait for enough hosts, and at the start for all of them, before the job is given up.",
     ),
@@ -114,7 +117,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--straggler-after",
         type=common.Number(0, min_open=True),
-        default=60.0,
+        default=_USUAL.straggler_seconds,
         show_default=True,
         help="Seconds that a rank must have been slow before.",
     ),

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from ckpt.aggregator.cluster.etcd_access import EtcdCredentials
-from ckpt.aggregator.cluster.etcd_client import EtcdClient, EtcdItem
+from ckpt.aggregator.cluster.etcd_client import ETCD_SECONDS, EtcdClient, EtcdItem
 from ckpt.aggregator.placement.rendezvous_hash import MAX_WEIGHT
 from ckpt.storage.base.checked_decode import Malformed, decode, read_json
 from ckpt.storage.base.errors import CkptError, InvalidArgument, Unavailable
@@ -73,7 +73,9 @@ def announce(
     InvalidArgument if another node is up under this name.
     """
     check_address(node.address)  # clients would refuse it
-    return Announcement(EtcdClient(endpoints, min(5.0, lease_seconds / 3)), check_cluster(cluster), name, node, lease_seconds)
+    return Announcement(
+        EtcdClient(endpoints, min(ETCD_SECONDS, lease_seconds / 3)), check_cluster(cluster), name, node, lease_seconds
+    )
 
 
 class Announcement:
@@ -160,7 +162,7 @@ class Announcement:
 
 
 def list_members(
-    endpoints: Sequence[str], cluster: str, seconds: float = 5.0, credentials: EtcdCredentials | None = None
+    endpoints: Sequence[str], cluster: str, seconds: float = ETCD_SECONDS, credentials: EtcdCredentials | None = None
 ) -> tuple[ClusterMember, ...]:
     """Return all nodes that ever announced themselves and were not deleted, up or not, ordered by name.
 
@@ -181,7 +183,7 @@ def list_members(
 
 
 def remove_announcement(
-    endpoints: Sequence[str], cluster: str, name: str, seconds: float = 5.0, credentials: EtcdCredentials | None = None
+    endpoints: Sequence[str], cluster: str, name: str, seconds: float = ETCD_SECONDS, credentials: EtcdCredentials | None = None
 ) -> None:
     """Delete a node from a cluster. A node that is up announces itself again when it gets a new lease."""
     EtcdClient(endpoints, seconds, credentials).delete(f"{_key_prefix(check_cluster(cluster))}known/{name}")

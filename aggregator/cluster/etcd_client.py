@@ -20,6 +20,9 @@ from ckpt.storage.base.checked_decode import read_json
 from ckpt.storage.base.errors import InvalidArgument, LoginLost, NotFound, Refused, StoreError, Unavailable
 from ckpt.storage.node.client_credentials import is_loopback
 
+ETCD_SECONDS = 5.0
+"""How long a call waits for an answer."""
+
 _MAX_ANSWER_BYTES = 16 << 20
 _NOT_FOUND, _DENIED, _OUT_OF_RANGE, _UNAUTHENTICATED = 5, {7, 16}, 11, 16
 """gRPC status codes."""
@@ -68,7 +71,7 @@ class EtcdClient:
     """
 
     def __init__(
-        self, endpoints: Sequence[str], deadline_seconds: float = 5.0, credentials: EtcdCredentials | None = None
+        self, endpoints: Sequence[str], deadline_seconds: float = ETCD_SECONDS, credentials: EtcdCredentials | None = None
     ) -> None:
         self._credentials = credentials = etcd_credentials_from_environment() if credentials is None else credentials
         self._endpoints = tuple(map(credentials.endpoint_url, endpoints))

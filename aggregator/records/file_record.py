@@ -15,6 +15,7 @@ import msgpack
 
 from ckpt.aggregator.placement.redundancy import Redundancy
 from ckpt.storage.base.errors import IntegrityError, is_transient
+from ckpt.storage.base.store import ALIGNMENT
 from ckpt.storage.registers.base import RegisterValue
 
 INLINE_FILE_BYTES = 32 << 10
@@ -161,10 +162,10 @@ def replaced_record(proposed: Mapping[str, FileRecord], after: FileRecord | None
 
 
 def fragment_bytes(nbytes: int, redundancy: Redundancy) -> int:
-    """Return the length of each fragment of a stripe of `nbytes`. It is a multiple of 4 KiB for erasure codes, for O_DIRECT."""
+    """Return the length of each fragment of a stripe of `nbytes`: for erasure codes a multiple of ALIGNMENT, for O_DIRECT."""
     if redundancy.data_fragments == 1:
         return nbytes
-    return -(-nbytes // (redundancy.data_fragments * 4096)) * 4096
+    return -(-nbytes // (redundancy.data_fragments * ALIGNMENT)) * ALIGNMENT
 
 
 def has_same_stripes(one: Sequence[Stripe], other: Sequence[Stripe]) -> bool:

@@ -84,7 +84,7 @@ class ReplicatedRegisters:
         registers: Mapping[str, Registers],
         replica_sets: Callable[[Sequence[str]], dict[str, ReplicaSet]],
         fan_out: FanOut,
-        deadline_seconds: float = 30.0,
+        deadline_seconds: float,
         invalidate_ring: Callable[[], None] = lambda: None,
         is_direct: bool = True,
     ) -> None:

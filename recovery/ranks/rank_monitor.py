@@ -40,9 +40,7 @@ class RankMonitor:
     straggler_seconds: the time window in which the pace of the ranks is measured.
     """
 
-    def __init__(
-        self, ranks: Sequence[RankProcess], limits: HangLimits, best_step: int, straggler_seconds: float = 60.0
-    ) -> None:
+    def __init__(self, ranks: Sequence[RankProcess], limits: HangLimits, best_step: int, straggler_seconds: float) -> None:
         self.ranks = tuple(ranks)
         self.failure: HostFailure | None = None
         """The first failure."""

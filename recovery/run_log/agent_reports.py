@@ -14,6 +14,7 @@ from ckpt.recovery.policy.failure import PLANNED_CAUSES, Cause
 from ckpt.recovery.policy.stragglers import RankPace
 from ckpt.recovery.run_log.base import RunLog
 from ckpt.storage.base.checked_decode import Malformed, decode
+from ckpt.storage.node.client_credentials import MAX_PORT
 from ckpt.training.heartbeat_records import BadLoss
 
 log = logging.getLogger("ckpt.run")
@@ -152,7 +153,7 @@ class AgentReport:
 def decode_report(facts: Mapping[str, object]) -> AgentReport:
     """Return the report in these facts. Fields that a newer version adds are ignored. Raises Malformed."""
     report = decode(AgentReport, facts)
-    if not 0 <= report.leaving < signal.NSIG or not 0 <= report.port < 1 << 16:
+    if not 0 <= report.leaving < signal.NSIG or not 0 <= report.port <= MAX_PORT:
         raise Malformed(f"{report.leaving} is not a signal, or {report.port} is not a port")
     if report.wrong is not None and report.wrong.cause in PLANNED_CAUSES:
         raise Malformed(f"{report.wrong.cause!r} is not a failure")

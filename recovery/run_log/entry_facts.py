@@ -13,6 +13,7 @@ from ckpt.recovery.run_log.base import LogEntry
 from ckpt.recovery.run_log.memory_placement import MemoryNamespace
 from ckpt.recovery.run_log.run_spec import AttemptHost, RunSpec
 from ckpt.storage.base.checked_decode import decode
+from ckpt.storage.node.client_credentials import MAX_PORT
 
 F = TypeVar("F")
 
@@ -80,7 +81,7 @@ class StartFacts:
             first += member.count
         if not self.members or first != self.ranks or self.ranks > MAX_RANKS:
             raise ValueError(f"its members have {first} of {self.ranks} ranks")
-        if not 0 < self.port < 1 << 16:
+        if not 0 < self.port <= MAX_PORT:
             raise ValueError(f"{self.port} is not a port")
 
 

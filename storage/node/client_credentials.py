@@ -19,10 +19,13 @@ ADDRESS_PATTERN = re.compile(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.\-]+):(\d{1,5})")
 """HOST:PORT of a server. The host may be an IPv6 address in brackets."""
 
 
+MAX_PORT = (1 << 16) - 1
+
+
 def require_valid_port(address: str, source: str) -> None:
     """Raise InvalidArgument if the port of HOST:PORT can't be that of a server. source: has the address."""
-    if not 0 < int(address.rpartition(":")[2]) < 1 << 16:
-        raise InvalidArgument(f"{source}: the port of {address} must be 1 to 65535")
+    if not 0 < int(address.rpartition(":")[2]) <= MAX_PORT:
+        raise InvalidArgument(f"{source}: the port of {address} must be 1 to {MAX_PORT}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ def test_a_rank_writes_its_stacks_itself_where_py_spy_has_no_permission(
         while not (tmp_path / "begun").exists():
             assert time.monotonic() < deadline, ranks[0].log.read_text()
             time.sleep(0.01)
-        watch = RankMonitor(ranks, HangLimits(), -1)
+        watch = RankMonitor(ranks, HangLimits(), -1, straggler_seconds=60.0)
         watch.poll(time.monotonic())
         monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))  # ckpt-run looks for py-spy beside the interpreter
         with refused_threads(1, refused, ""):
@@ -76,7 +76,7 @@ def monitored(program: str, size: int, folder: Path, limits: HangLimits) -> Iter
     """Start ranks that run a program; each item of the iterator polls them once, for at most ten minutes."""
     share = LaunchSpec("r", 0, 0, size, size, 0, "127.0.0.1", 1, {})
     ranks = start_ranks([sys.executable, "-c", program], share, folder, folder / "logs")
-    watch, deadline = RankMonitor(ranks, limits, -1), time.monotonic() + 600
+    watch, deadline = RankMonitor(ranks, limits, -1, straggler_seconds=60.0), time.monotonic() + 600
 
     def polls() -> Iterator[None]:
         while True:
