@@ -36,6 +36,7 @@ from ckpt.aggregator.records.damaged_records import replace_damaged
 from ckpt.aggregator.records.register_update import Decide, OnRefused, RegisterUpdate, Superseded, choose_values, keep_value
 from ckpt.aggregator.records.replica_set import (
     ReplicaSet,
+    damaged_members,
     is_decided,
     is_unanimous,
     no_quorum_error,
@@ -310,8 +311,9 @@ class ReplicatedRegisters:
             lambda path, got: not update.on_all_members and is_decided(promises_given(got, ballot), replica_sets[path]),
         )
         for path in paths:
-            if not replica_sets[path].can_write(undamaged_records(promises[path])):
-                raise no_quorum_error(path, replica_sets[path], promises[path], errors, is_write=True)
+            undamaged, replicas = undamaged_records(promises[path]), replica_sets[path]
+            if not replicas.can_write(undamaged) and not replicas.can_restore(undamaged, damaged_members(promises[path])):
+                raise no_quorum_error(path, replicas, promises[path], errors, is_write=True)
         proposals, undecided, highest = choose_values(replica_sets, promises, ballot, update)
         update.possibly_accepted.update({path: proposal.value for path, proposal in proposals.items()})
         failpoint("register.accept")
@@ -327,13 +329,19 @@ class ReplicatedRegisters:
             ),
         )
         failpoint("register.accepted")
+        accepting = {path: {m for m, yes in accepted[path].items() if yes} for path in proposals}
+        restorable = {
+            path: proposal.value
+            for path, proposal in proposals.items()
+            if replica_sets[path].can_restore(accepting[path], damaged_members(promises[path]))
+        }
+        restored = replace_damaged(self._registers, self._fan_out, restorable, promises, ballot, fence_number)
         agreed = {
             path: proposal.value
             for path, proposal in proposals.items()
-            if replica_sets[path].can_write({m for m, yes in accepted[path].items() if yes})
+            if replica_sets[path].can_write(accepting[path] | restored.get(path, set()))
         }
         update.found.update(agreed)
-        replace_damaged(self._registers, self._fan_out, agreed, promises, ballot, fence_number)
         return [*undecided, *(path for path in proposals if path not in agreed)], highest
 
     # --- asking ------------------------------------------------------------------------------------------------

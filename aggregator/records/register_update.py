@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from ckpt.aggregator.records.replica_set import ReplicaSet, undamaged_records
+from ckpt.aggregator.records.replica_set import ReplicaSet, damaged_members, undamaged_records
 from ckpt.storage.base.errors import Outdated, StoreError
 from ckpt.storage.registers.base import Ballot, RegisterAnswer, RegisterValue, is_final
 
@@ -86,7 +86,7 @@ def choose_values(
             continue
         highest = max([highest, *(r.promised_ballot for r in records.values())])
         promising = {m: r for m, r in records.items() if r.promised_ballot == ballot}
-        if not replicas.can_write(promising):
+        if not replicas.can_write(promising) and not replicas.can_restore(promising, damaged_members(promises[path])):
             undecided.append(path)
             continue
         newest = replicas.newest(promising).value

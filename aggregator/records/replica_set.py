@@ -46,6 +46,14 @@ class ReplicaSet:
         """Return whether these members are a quorum for a read."""
         return all(sum(m in members for m in g.members) >= g.quorum.read for g in self.groups)
 
+    def can_restore(self, promising: Collection[str], damaged: Collection[str]) -> bool:
+        """Return whether promising members may agree on a value together with members whose records are damaged.
+
+        Each quorum has one of the promising members then. So they know each agreed value, and an earlier proposer, who relies
+        on a promise that was lost with a record, is refused by one of them. Of two members, one is enough.
+        """
+        return self.can_read(promising) and self.can_write({*promising, *damaged})
+
     def newest(self, records: Mapping[str, Register]) -> Register:
         """Return the newest record of the first group.
 
@@ -123,6 +131,11 @@ def is_lagging(replicas: ReplicaSet, ballots: Mapping[str, Ballot | None], answe
 def undamaged_records(got: Mapping[str, RegisterAnswer]) -> dict[str, Register]:
     """Return the answers that are not damaged records, by member."""
     return {m: a for m, a in got.items() if isinstance(a, Register)}
+
+
+def damaged_members(got: Mapping[str, RegisterAnswer]) -> set[str]:
+    """Return the members whose answers are damaged records."""
+    return {m for m, a in got.items() if isinstance(a, DamagedRegister)}
 
 
 def promises_given(got: Mapping[str, RegisterAnswer], ballot: Ballot) -> dict[str, bool]:

@@ -123,8 +123,9 @@ class Registers(ABC):
     ) -> list[bool]:
         """Accept each value unless a higher ballot is promised; return for each whether it was accepted.
 
-        repair_damaged: also replace a damaged record, whose promises are unknown. Only for values that a quorum of the other
-            members has accepted, after it promised this ballot: a proposer that relies on a lost promise finds one of those.
+        repair_damaged: also replace a damaged record, whose promises are unknown. Only for values that a read quorum of the
+            other members has accepted, after it promised this ballot. Each quorum has one of those members, which refuses a
+            proposer that relies on a lost promise.
         """
 
     @abstractmethod

@@ -55,9 +55,9 @@ def execute(member: MemberState, call: tuple[Any, ...]) -> tuple[MemberState, An
     if name == "prepare":
         promised = with_promise(record, arguments[0])
         return (fenced._replace(record=promised), promised) if promised is not None else (fenced, record)
-    if name == "accept":
+    if name in ("accept", "restore"):
         value, ballot = arguments[:2]
-        is_accepted = can_accept(record, ballot, False)
+        is_accepted = can_accept(record, ballot, name == "restore")
         return (fenced._replace(record=Register(ballot, ballot, value)) if is_accepted else fenced), is_accepted
     if name == "change":
         change, writer = arguments[:2]
@@ -79,7 +79,7 @@ def is_without_effect(member: MemberState, call: tuple[Any, ...]) -> bool:
         return order_key(member.fence) >= order_key(call[-1])
     if not isinstance(record, Register):
         return False
-    if call[0] in ("prepare", "accept"):
+    if call[0] in ("prepare", "accept", "restore"):
         return record.promised_ballot > call[1 if call[0] == "prepare" else 2]
     if call[0] == "change":
         return record.promised_ballot > call[1].expected
@@ -96,13 +96,13 @@ def answer_of(member: MemberState) -> RegisterAnswer:
 
 
 @lru_cache
-def write_quorums(replicas: ReplicaSet) -> tuple[tuple[str, ...], ...]:
-    """Return the smallest sets of members that are a quorum in each group."""
+def read_quorums(replicas: ReplicaSet) -> tuple[tuple[str, ...], ...]:
+    """Return the smallest sets of members that are a quorum for a read in each group."""
     members = replicas.members
     found: list[tuple[str, ...]] = []
     for count in range(1, len(members) + 1):
         for voters in combinations(members, count):
-            if replicas.can_write(voters) and not any(set(each) <= set(voters) for each in found):
+            if replicas.can_read(voters) and not any(set(each) <= set(voters) for each in found):
                 found.append(voters)
     return tuple(found)
 

@@ -39,7 +39,7 @@ from helpers.register_members import (
     log_of,
     text_of,
     voting_group,
-    write_quorums,
+    read_quorums,
 )
 
 LISTING = "scan"
@@ -76,6 +76,10 @@ class Client(NamedTuple):
     ballot: Ballot = NO_BALLOT
     proposed: bytes = b""
     floor: bytes = b""
+    damaged: tuple[str, ...] = ()
+    """The members whose records were damaged in the first phase."""
+    accepting: tuple[str, ...] = ()
+    """The members that have accepted the value before the damaged ones were asked."""
 
 
 class Request(NamedTuple):
@@ -109,6 +113,8 @@ class RegisterModel(Model[World]):
     any number.
     """
 
+    _rings = RINGS
+
     def __init__(
         self,
         writers: int,
@@ -138,11 +144,11 @@ class RegisterModel(Model[World]):
     def error(self, state: World) -> str:
         if state.error:
             return state.error
-        members, replicas = dict(state.members), RINGS[state.ring]
+        members, replicas = dict(state.members), self._rings[state.ring]
         answers = {m: answer_of(members[m]) for m in replicas.members}
-        for voters in write_quorums(replicas):
+        for voters in read_quorums(replicas):
             records = replica_set.undamaged_records({m: answers[m] for m in voters})
-            if replicas.can_write(records) and not (found := log_of(replicas.newest(records))).startswith(state.agreed):
+            if replicas.can_read(records) and not (found := log_of(replicas.newest(records))).startswith(state.agreed):
                 return f"{','.join(voters)} return {text_of(found)}, but {text_of(state.agreed)} was acknowledged"
         return ""
 
@@ -153,7 +159,16 @@ class RegisterModel(Model[World]):
                 after = after._replace(delays=after.delays + late)
                 if after.delays > self._delays:
                     continue
-            yield step, after._replace(requests=_requests_that_matter(after))
+            yield step, self.without_useless_requests(after)
+
+    def without_useless_requests(self, state: World) -> World:
+        """Return a state without the requests that nobody waits for and that can't change anything any more."""
+        members = dict(state.members)
+        return state._replace(
+            requests=frozenset(
+                r for r in state.requests if _is_awaited(state, r) or not is_without_effect(members[r.member], r.call)
+            )
+        )
 
     def _all_steps(self, state: World) -> Iterator[tuple[Step, World]]:
         for request in state.requests:
@@ -199,17 +214,17 @@ class RegisterModel(Model[World]):
         if client.tries > self._tries:
             return _with_client(state, number, client._replace(phase="failed", answers=()))
         if number >= self._writers:  # the mover
-            replicas = RINGS.old if client.ring == 1 else RINGS.moved
-            call = (LISTING, RINGS[client.ring].fence_number)
+            replicas = self._rings.old if client.ring == 1 else self._rings.moved
+            call = (LISTING, self._rings[client.ring].fence_number)
             return self._send(state, number, client._replace(phase="scan"), replicas.members, call)
-        replicas = RINGS[client.ring]
+        replicas = self._rings[client.ring]
         if len(replicas.groups) > 1 or not self._is_direct:
             return self._prepare(state, number, client)
         call = ("read", replicas.fence_number)
         return self._send(state, number, client._replace(phase="propose"), replicas.members[:1], call)
 
     def _after_propose(self, state: World, number: int, client: Client, answers: dict[str, Any]) -> World:
-        replicas = RINGS[client.ring]
+        replicas = self._rings[client.ring]
         record = answers.get(replicas.members[0])
         new = self._decide(number, record.value) if isinstance(record, Register) else None
         if new is None or not can_propose_directly(record, replicas.fence_number):
@@ -219,7 +234,7 @@ class RegisterModel(Model[World]):
         return self._send(state, number, changing, replicas.members[:1], call)
 
     def _after_change(self, state: World, number: int, client: Client, answers: dict[str, Any]) -> World:
-        replicas = RINGS[client.ring]
+        replicas = self._rings[client.ring]
         if not answers.get(replicas.members[0]):
             return self._prepare(state, number, client)
         change = DirectChange(PATH, client.ballot, RegisterValue(client.proposed))
@@ -227,21 +242,23 @@ class RegisterModel(Model[World]):
         return self._send(state, number, client._replace(phase="spread"), replicas.members[1:], call)
 
     def _after_spread(self, state: World, number: int, client: Client, answers: dict[str, Any]) -> World:
-        replicas = RINGS[client.ring]
+        replicas = self._rings[client.ring]
         if replicas.can_write({replicas.members[0], *(m for m, yes in answers.items() if yes)}):
             return self._acknowledge(state, number, client)
         return self._prepare(state, number, client)
 
     def _prepare(self, state: World, number: int, client: Client, above: Ballot = NO_BALLOT) -> World:
         ballot = Ballot(above.round + 1, f"p{number}.{client.tries}")
-        replicas = RINGS[client.ring]
+        replicas = self._rings[client.ring]
         call = ("prepare", ballot, replicas.fence_number)
-        return self._send(state, number, client._replace(phase="prepare", ballot=ballot), replicas.members, call)
+        begun = client._replace(phase="prepare", ballot=ballot, damaged=(), accepting=())
+        return self._send(state, number, begun, replicas.members, call)
 
     def _after_prepare(self, state: World, number: int, client: Client, answers: dict[str, Any]) -> World:
-        replicas = RINGS[client.ring]
+        replicas = self._rings[client.ring]
         update = register_update.RegisterUpdate(lambda _, value: self._decide(number, value))
-        if not replicas.can_write(replica_set.undamaged_records(answers)):
+        undamaged, damaged = replica_set.undamaged_records(answers), replica_set.damaged_members(answers)
+        if not replicas.can_write(undamaged) and not replicas.can_restore(undamaged, damaged):
             return self._retry(state, number, client, NO_BALLOT)
         proposals, _, highest = register_update.choose_values({PATH: replicas}, {PATH: answers}, client.ballot, update)
         if PATH in update.found:  # there is no value, and the mover makes none
@@ -250,10 +267,19 @@ class RegisterModel(Model[World]):
             return self._retry(state, number, client, highest)
         value = proposals[PATH].value
         call = ("accept", value, client.ballot, replicas.fence_number)
-        return self._send(state, number, client._replace(phase="accept", proposed=value.head), replicas.members, call)
+        accepting = client._replace(phase="accept", proposed=value.head, damaged=tuple(sorted(damaged)))
+        return self._send(state, number, accepting, replicas.members, call)
 
     def _after_accept(self, state: World, number: int, client: Client, answers: dict[str, Any]) -> World:
-        if RINGS[client.ring].can_write({m for m, yes in answers.items() if yes}):
+        replicas, accepting = self._rings[client.ring], {m for m, yes in answers.items() if yes}
+        if client.damaged and replicas.can_restore(accepting, client.damaged):
+            call = ("restore", RegisterValue(client.proposed), client.ballot, replicas.fence_number)
+            restoring = client._replace(phase="restore", accepting=tuple(sorted(accepting)))
+            return self._send(state, number, restoring, client.damaged, call)
+        return self._after_restore(state, number, client._replace(accepting=tuple(sorted(accepting))), {})
+
+    def _after_restore(self, state: World, number: int, client: Client, answers: dict[str, Any]) -> World:
+        if self._rings[client.ring].can_write({*client.accepting, *(m for m, yes in answers.items() if yes)}):
             return self._acknowledge(state, number, client)
         return self._retry(state, number, client, client.ballot)
 
@@ -294,7 +320,7 @@ class RegisterModel(Model[World]):
         # join_ring: it forgets earlier records, is fenced, and votes
         members["d"] = MemberState(None, 2, True)
         state = state._replace(members=tuple(members.items()), ring=1)
-        return self._send(state, number, client._replace(phase="fence", ring=1), RINGS.old.members, ("fence", 2))
+        return self._send(state, number, client._replace(phase="fence", ring=1), self._rings.old.members, ("fence", 2))
 
     def _after_complete(self, state: World, number: int, client: Client, _: Any) -> World:
         if state.ring == 0:  # nothing was begun yet
@@ -306,7 +332,7 @@ class RegisterModel(Model[World]):
             state = state._replace(clients=clients, requests=requests)
         if state.ring == 2:
             return _with_client(state, number, client._replace(phase="done"))
-        return self._send(state, number, client._replace(phase="fence", ring=1), RINGS.old.members, ("fence", 2))
+        return self._send(state, number, client._replace(phase="fence", ring=1), self._rings.old.members, ("fence", 2))
 
     def _after_fence(self, state: World, number: int, client: Client, answers: dict[str, Any]) -> World:
         if not self._is_fenced(answers):
@@ -314,7 +340,7 @@ class RegisterModel(Model[World]):
         return self._begin(state, number, client)
 
     def _after_scan(self, state: World, number: int, client: Client, answers: dict[str, Any]) -> World:
-        group = RINGS[client.ring].groups[0]  # its members have all records
+        group = self._rings[client.ring].groups[0]  # its members have all records
         if sum(m not in answers for m in group.members) >= group.quorum.write:
             return _with_client(state, number, client._replace(phase="failed", answers=()))
         if all(not isinstance(r, Register) or r == Register() for r in answers.values()):  # no member lists the path
@@ -323,12 +349,12 @@ class RegisterModel(Model[World]):
 
     def _move_is_settled(self, state: World, number: int, client: Client) -> World:
         moved = state._replace(ring=2)
-        return self._send(moved, number, client._replace(phase="unfence", ring=2), RINGS.old.members, ("fence", 3))
+        return self._send(moved, number, client._replace(phase="unfence", ring=2), self._rings.old.members, ("fence", 3))
 
     def _after_unfence(self, state: World, number: int, client: Client, answers: dict[str, Any]) -> World:
         if not self._is_fenced(answers):
             return _with_client(state, number, client._replace(phase="failed", answers=()))
-        state = self._send(state, number, client._replace(phase="forget"), RINGS.moved.members, ("fence", 3))
+        state = self._send(state, number, client._replace(phase="forget"), self._rings.moved.members, ("fence", 3))
         drop = Request(number, ("forget", client.tries), _LEAVING, ("drop", 3))
         return state._replace(requests=state.requests | {drop})
 
@@ -336,14 +362,8 @@ class RegisterModel(Model[World]):
         return _with_client(state, number, client._replace(phase="done", answers=()))
 
     def _is_fenced(self, answers: dict[str, Any]) -> bool:
-        group = RINGS.old.groups[0]
+        group = self._rings.old.groups[0]
         return len(group.members) - len(answers) < min(group.quorum.write, group.quorum.read)
-
-
-def _requests_that_matter(state: World) -> frozenset[Request]:
-    """Return the requests without those that nobody waits for and that can't change anything any more."""
-    members = dict(state.members)
-    return frozenset(r for r in state.requests if _is_awaited(state, r) or not is_without_effect(members[r.member], r.call))
 
 
 def _is_late(before: World, after: World, request: Request) -> bool:

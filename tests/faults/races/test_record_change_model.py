@@ -9,6 +9,7 @@ from helpers import register_members, register_model
 from helpers.campaigns import CountCases
 from helpers.model_checking import explore
 from helpers.processes import SOAK
+from helpers.register_loss_model import DiskLossModel
 from helpers.register_model import RegisterModel
 
 from ckpt.aggregator.records.replica_set import ReplicaSet
@@ -60,6 +61,27 @@ def test_a_change_whose_mover_is_killed_breaks_no_promise_when_another_one_compl
     count_cases(found.states)
     found.require_correct()
     assert {"accept", "complete", "scan", "unfence", "forget", "drop"} <= found.kinds
+
+
+@pytest.mark.parametrize("options", [{}, {"is_direct": False}, {"value": b"9"}])
+def test_two_changes_while_one_of_two_members_loses_its_disk_break_no_promise(options: dict[str, object]) -> None:
+    """The new disk knows neither records nor promises, and is given the values that the other member has accepted."""
+    found = explore(DiskLossModel(2, **options), MAX_STATES)  # type: ignore[arg-type]
+    found.require_correct()
+    assert {"loss", "accept", "restore"} <= found.kinds
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not SOAK, reason="by make soak: 30 to 80 s")
+def test_repeated_changes_while_one_of_two_members_loses_its_disk_break_no_promise(count_cases: CountCases) -> None:
+    found = explore(DiskLossModel(2, tries=1, delays=2, is_direct=False), MAX_STATES)
+    count_cases(found.states)
+    found.require_correct()
+
+
+def test_a_lost_disk_that_votes_as_an_empty_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(register_members, "REGISTERS_INCOMPLETE", Register())
+    assert "was acknowledged" in explore(DiskLossModel(1), MAX_STATES).error
 
 
 def test_a_member_that_lists_before_it_is_fenced_loses_a_change(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
+from helpers.damaged_namespaces import damage_record
 from helpers.nodes import directories
 
 from ckpt.aggregator.file_io.namespace import Namespace
@@ -24,9 +26,9 @@ def replace_disk(folder: Path, member: str) -> None:
         file.unlink()
 
 
-def repaired(folder: Path) -> Namespace:
+def repaired(folder: Path, count: int = len(MEMBERS)) -> Namespace:
     """Return the namespace after a scrub and a repair."""
-    namespace = Namespace(directories(folder, len(MEMBERS), redundancy="2x"))
+    namespace = Namespace(directories(folder, count, redundancy="2x"))
     repair.repair_namespace(namespace, scrub.scrub_namespace(namespace))
     return namespace
 
@@ -109,4 +111,44 @@ def test_the_repair_leader_admits_a_replaced_disk_of_a_namespace_that_is_whole(t
     leader.repair_once(verify=False)
     leader.close(600)
     assert votes(again, "disk2")
+    again.close()
+
+
+@pytest.mark.parametrize("member", ["disk0", "disk1"])
+def test_one_of_two_members_votes_again_after_its_disk_was_replaced(tmp_path: Path, member: str) -> None:
+    """Each change needs both members, so the records of the other one are enough to restore those of the new disk."""
+    made = Namespace(directories(tmp_path, 2, redundancy="2x"))
+    made.put("a", b"1")
+    made.settle(["/a"])
+    made.close()
+    shutil.rmtree(tmp_path / member)
+    (tmp_path / member).mkdir()
+    again = repaired(tmp_path, 2)
+    assert votes(again, member)
+    again.put("b", b"2")
+    again.put("a", b"3")
+    assert again.delete(["b"]) == ["b"]
+    report = scrub.scrub_namespace(again)
+    assert report.is_whole, report
+    assert (again.get("a"), list(again.list(""))) == (b"3", ["a"])
+    again.close()
+
+
+@pytest.mark.parametrize("member", ["disk0", "disk1"])
+def test_a_damaged_record_of_one_of_two_members_is_replaced(tmp_path: Path, member: str) -> None:
+    """A repair replaces it, and so does a change of the file."""
+    made = Namespace(directories(tmp_path, 2, redundancy="2x"))
+    for name in ("a", "b"):
+        made.put(name, b"1")
+    made.settle(["/a", "/b"])
+    for name in ("a", "b"):
+        damage_record(tmp_path / member, name)
+    made.put("b", b"2")
+    made.close()
+    again = repaired(tmp_path, 2)
+    assert scrub.scrub_namespace(again).is_whole
+    for name in ("a", "b"):
+        (record,) = again.open_members[member].registers.read([f"/{name}"])
+        assert isinstance(record, Register), record
+    assert (again.get("a"), again.get("b")) == (b"1", b"2")
     again.close()
