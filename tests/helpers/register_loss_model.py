@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckpt.aggregator.records.replica_set import ReplicaSet
-
 from helpers.register_members import MemberState, Step, voting_group
 from helpers.register_model import RegisterModel, Rings, World
 

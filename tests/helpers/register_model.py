@@ -37,9 +37,9 @@ from helpers.register_members import (
     execute,
     is_without_effect,
     log_of,
+    read_quorums,
     text_of,
     voting_group,
-    read_quorums,
 )
 
 LISTING = "scan"
