@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from ckpt.errors import LeafMismatch
+from ckpt.errors import MAX_NAMED_LEAVES, LeafMismatch
 from ckpt.state.tree import Node
 from ckpt.storage.base.errors import CkptError
+from ckpt.storage.base.plural import first_few
 
 
 @contextmanager
@@ -25,6 +26,20 @@ def kind_mismatch(like: object, node: Node, path: str, where: str) -> LeafMismat
     return LeafMismatch(
         f"leaf {path or '(root)'}: {where} has {_with_article(saved)}, `like` has {_with_article(type(like).__name__)}; "
         "give `like` the structure that was saved, or load without it"
+    )
+
+
+def keys_mismatch(module: object, missing: Sequence[str], unknown: Sequence[str], path: str, where: str) -> LeafMismatch:
+    """Return the error for a module of `like` that would refuse the keys of the saved state.
+
+    missing: keys that the saved state lacks. unknown: keys that the module lacks. where: the name of the step.
+    """
+    differences = [f"{where} lacks {first_few(missing, MAX_NAMED_LEAVES)} of `like`"] * bool(missing)
+    of_step = "" if missing else f" of {where}"
+    differences += [f"`like` lacks {first_few(unknown, MAX_NAMED_LEAVES)}{of_step}"] * bool(unknown)
+    return LeafMismatch(
+        f"leaf {path or '(root)'}: {', and '.join(differences)}; build {type(module).__name__} as saved, or use "
+        "rename= or only="
     )
 
 

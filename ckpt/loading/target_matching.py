@@ -13,16 +13,16 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from ckpt.block_io.read_plan import Target
-from ckpt.errors import DAMAGE_ADVICE, MAX_NAMED_LEAVES, FormatError, LeafMismatch, LeafNotFound
+from ckpt.errors import DAMAGE_ADVICE, FormatError, LeafMismatch, LeafNotFound
 from ckpt.format.dtype_text import plain_dtype
 from ckpt.format.manifest import Saved, require_whole_leaf
 from ckpt.loading.finish_functions import Finish, dataclass_like, fill_scalar, finish_once, tuple_like
-from ckpt.loading.mismatch_errors import kind_mismatch, naming_leaf, refused_state
+from ckpt.loading.mismatch_errors import keys_mismatch, kind_mismatch, naming_leaf, refused_state
 from ckpt.state.alias_notes import RANK_ALIAS, AliasNote, read_alias_notes
 from ckpt.state.leaves import as_leaf, empty_leaf
 from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.name_mapping import entry_names
-from ckpt.state.name_patterns import entries, has_object, select, suggest
+from ckpt.state.name_patterns import children, entries, has_fields_of, has_object, select, suggest
 from ckpt.state.optimizer_names import add_missing_moments, is_optimizer
 from ckpt.state.optimizer_order import ParametersMismatch, modules_in, reorder_state
 from ckpt.state.rank_tree import own_ranks
@@ -32,7 +32,6 @@ from ckpt.state.torch_keys import has_named_parameters, mismatched_keys
 from ckpt.state.tree import Node, PerRank, flatten, join_path
 from ckpt.state.tree_rebuild import TreeError, decode_key, empty_dict, rebuild
 from ckpt.storage.base.errors import IntegrityError
-from ckpt.storage.base.plural import first_few
 
 log = logging.getLogger("ckpt")
 
@@ -223,12 +222,11 @@ class TargetMatcher:
         return make if any(parts) else None
 
     def _dataclass(self, like: Any, node: Node, path: str) -> Finish | None:
-        fields = [f.name for f in dataclasses.fields(like)]
-        if not (isinstance(node, dict) and "dataclass" in node) or node["fields"] != fields:
+        if not has_fields_of(like, node):
             raise kind_mismatch(like, node, path, self._where)
         static = static_fields(like)
         parts: dict[str, Finish] = {}
-        for name, child in zip(fields, node["dataclass"], strict=True):
+        for name, child in zip(node["fields"], node["dataclass"], strict=True):
             match = self._match_static if name in static else self.match
             if (part := match(getattr(like, name), child, join_path(path, name))) is not None:
                 parts[name] = part
@@ -338,14 +336,8 @@ class TargetMatcher:
         if self._selector is not None:
             loaded_keys |= current.keys()
         missing, unknown = mismatched_keys(module, current.keys(), loaded_keys)
-        differences = [f"{self._where} lacks {first_few(missing, MAX_NAMED_LEAVES)} of `like`"] * bool(missing)
-        of_step = "" if missing else f" of {self._where}"
-        differences += [f"`like` lacks {first_few(unknown, MAX_NAMED_LEAVES)}{of_step}"] * bool(unknown)
-        if differences:
-            raise LeafMismatch(
-                f"leaf {path or '(root)'}: {', and '.join(differences)}; build {type(module).__name__} as saved, or use "
-                "rename= or only="
-            )
+        if missing or unknown:
+            raise keys_mismatch(module, missing, unknown, path, self._where)
 
     def _saved_outline(self, node: Node, path: str) -> Any:
         """Return the part of the saved state that is loaded, with a `Saved` in place of each array."""
@@ -383,16 +375,25 @@ class TargetMatcher:
         if isinstance(node, list) and isinstance(current, list) and len(node) == len(current):
             parts_list = [self._merge(c, n, join_path(path, i)) for i, (c, n) in enumerate(zip(current, node, strict=True))]
             return lambda: [part() for part in parts_list]
-        nodes = node.get("tuple", []) if isinstance(node, dict) else []
-        if type(current) is tuple and len(nodes) == len(current) and has_object(nodes):
-            parts_list = [self._merge(c, n, join_path(path, i)) for i, (c, n) in enumerate(zip(current, nodes, strict=True))]
-            return lambda: tuple(part() for part in parts_list)
+        if self._selector is not None and not self._has_selected_in_node(node, path):
+            return lambda: current.value if type(current) is PerRank else current
+        if (self._selector is not None or has_object(node)) and (finish := self._merge_fields(current, node, path)):
+            return finish
         leaf = self._leaf(current, path)
         if leaf is not None and isinstance(node, dict) and "array" in node:
             return self._array(leaf, node, path) or (lambda: current)
-        if not self._is_selected(path):
-            return lambda: current
-        return self.rebuild(node)
+        return self.rebuild(node) if self._is_selected(path) else lambda: current
+
+    def _merge_fields(self, current: object, node: Node, path: str) -> Finish | None:
+        """Plan to merge into the value of PerRank, a tuple or a dataclass; return None if `node` does not fit it."""
+        if type(current) is PerRank:
+            return self._merge(current.value, node, path)
+        if not has_fields_of(current, node):
+            return None
+        if not isinstance(current, tuple):
+            return self._dataclass(current, node, path) or (lambda: current)
+        parts = [self._merge(value, child, name) for value, (name, child) in zip(current, children(node, path), strict=True)]
+        return lambda: tuple_like(current, [part() for part in parts])
 
     def _has_selected_in_node(self, node: Node, path: str) -> bool:
         return any(self._is_selected(name) for name, _ in entries(node, path))

@@ -14,7 +14,7 @@ from ckpt.state.name_patterns import children, suggest
 from ckpt.state.optimizer_order import modules_in
 from ckpt.state.stateful import as_stateful, state_of
 from ckpt.state.torch_keys import bare_name, is_module
-from ckpt.state.tree import Node, PerRank, encode_key, join_path
+from ckpt.state.tree import Node, PerRank, encode_key, join_path, type_name
 from ckpt.storage.base.errors import InvalidArgument
 
 Rename = Callable[[str], str] | Mapping[str, str]
@@ -80,9 +80,10 @@ class _Renamer:
         nodes = [part for _, part in parts]
         if isinstance(like, list):
             return nodes
-        if isinstance(like, tuple):
-            return {"namedtuple" if hasattr(like, "_fields") else "tuple": nodes}
-        return {"dataclass": nodes, "fields": [key for key, _ in parts]}
+        if isinstance(like, tuple) and not hasattr(like, "_fields"):
+            return {"tuple": nodes}
+        tag = "namedtuple" if isinstance(like, tuple) else "dataclass"
+        return {tag: nodes, "class": type_name(type(like)), "fields": [key for key, _ in parts]}
 
     def _saved_entry(self, path: str) -> Node:
         name = self._rename(path or "(root)")

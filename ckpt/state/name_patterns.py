@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import fnmatch
 import re
@@ -57,6 +58,16 @@ def entries(node: Node, path: str = "") -> Iterator[tuple[str, Node]]:
 def has_object(node: Node) -> bool:
     """Return whether a node is, or contains, an object with a state, which arrays and plain values alone can't replace."""
     return (isinstance(node, dict) and "object" in node) or any(has_object(child) for _, child in children(node, ""))
+
+
+def has_fields_of(value: object, node: Node) -> bool:
+    """Return whether a node is a tuple or dataclass with the same fields as `value`."""
+    if isinstance(value, tuple):
+        tag = "namedtuple" if hasattr(value, "_fields") else "tuple"
+        return isinstance(node, dict) and tag in node and len(node[tag]) == len(value)
+    if not dataclasses.is_dataclass(value) or isinstance(value, type) or not (isinstance(node, dict) and "dataclass" in node):
+        return False
+    return bool(node["fields"] == [field.name for field in dataclasses.fields(value)])
 
 
 def parts_with_arrays(tree: Node) -> list[str]:

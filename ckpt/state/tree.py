@@ -248,7 +248,7 @@ class _Flattener:
         names = fields if fields is not None else range(len(value))
         items = [self.node(item, join_path(path, name)) for name, item in zip(names, value, strict=True)]
         if fields is not None:
-            return {"namedtuple": items, "class": _type_name(type(value)), "fields": list(fields)}
+            return {"namedtuple": items, "class": type_name(type(value)), "fields": list(fields)}
         return {"tuple": items}
 
     def _dataclass(self, value: Any, path: str) -> Node:
@@ -262,7 +262,7 @@ class _Flattener:
             (self._static_value if name in static else self.node)(item, join_path(path, name)) for name, item in values.items()
         ]
         self._open_function_containers -= keeps
-        return {"dataclass": nodes, "class": _type_name(type(value)), "fields": list(values)}
+        return {"dataclass": nodes, "class": type_name(type(value)), "fields": list(values)}
 
     def _static_value(self, value: Any, path: str) -> Node:
         """Return the node of a static field: null for a value that cannot be stored, since a load keeps that of `like`."""
@@ -279,14 +279,14 @@ class _Flattener:
             if is_transient(error):
                 raise
             raise UnsupportedLeaf(
-                f"leaf {join_path(path, name)}: this field of a {_type_name(type(value))} cannot be read "
+                f"leaf {join_path(path, name)}: this field of a {type_name(type(value))} cannot be read "
                 f"({type(error).__name__}: {first_line(error)}): set it before the save"
             ) from error
 
     def _object(self, stateful: Stateful, value: Any, path: str) -> Node:
         is_module = has_named_parameters(value)
         with self._of_modules.inside(module_entries(value), path, is_module):
-            node = {"object": self.node(state_of(stateful, value, path), path), "class": _type_name(type(value))}
+            node = {"object": self.node(state_of(stateful, value, path), path), "class": type_name(type(value))}
         if is_module:
             self._modules.append((path, value))
         elif is_optimizer(value):
@@ -362,7 +362,7 @@ def encode_key(key: object, path: str) -> Node:
         if not flat.leaves:
             return [node]
     raise UnsupportedLeaf(
-        f"leaf {path or '(root)'}: a dict key of type {_type_name(type(key))} cannot be stored; use a str, int or tuple, "
+        f"leaf {path or '(root)'}: a dict key of type {type_name(type(key))} cannot be stored; use a str, int or tuple, "
         "or the value or name of an enum"
     )
 
@@ -392,5 +392,5 @@ def _require_repr(value: object, path: str) -> str:
         raise UnsupportedLeaf(f"{where}: an integer this long cannot be a dict key or in a set: store it as text") from error
 
 
-def _type_name(kind: type) -> str:
+def type_name(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"

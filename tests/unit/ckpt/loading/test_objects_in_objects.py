@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -24,6 +25,17 @@ class Keeper:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+
+
+class Named(NamedTuple):
+    count: int
+    item: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    item: Any
+    count: int = 0
 
 
 class Warmup(torch.optim.lr_scheduler.LRScheduler):
@@ -104,3 +116,63 @@ def test_a_part_of_an_inner_object_is_loaded_alone(tmp_path: Path) -> None:
     ckpt.load(tmp_path / "r", {"trainer": resumed}, only="trainer.inner.b")
     assert vars(resumed.inner) == {"a": 0, "b": 2}
     assert resumed.c == 0
+
+
+class Owner:
+    """Its state has its item itself, so its setter has nothing to do."""
+
+    def __init__(self, wrap: Any, item: Any) -> None:
+        self.wrap, self.item = wrap, item
+
+    def state_dict(self) -> Any:
+        return {"item": self.wrap(self.item)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert type(state["item"]) in (Keeper, Named, Frozen, tuple)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        ckpt.PerRank, lambda x: ckpt.PerRank((1, x)), lambda x: Named(3, ckpt.PerRank(x)), lambda x: Named(3, x), Frozen,
+        lambda x: Frozen(Named(3, (1, x))),
+    ],
+    ids=["PerRank", "PerRank of a tuple", "PerRank in a namedtuple", "namedtuple", "dataclass", "nested"],
+)  # fmt: skip
+def test_an_object_in_any_container_of_a_state_is_filled_in_place(tmp_path: Path, wrap: Any) -> None:
+    ckpt.save({"owner": Owner(wrap, Keeper(a=1, b=[np.ones(2)]))}, tmp_path / "r")
+    item = Keeper(a=0, b=[np.zeros(2)])
+    ckpt.load(tmp_path / "r", {"owner": Owner(wrap, item)})
+    assert item.a == 1
+    assert item.b[0].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("wrap", [Named, Frozen])
+def test_a_container_of_another_length_is_loaded_as_it_was_saved(tmp_path: Path, wrap: Any) -> None:
+    ckpt.save({"owner": Keeper(item=(1, wrap(Keeper(a=1), 2)))}, tmp_path / "r")
+    for other in ((), (0, 0), (0, (0, 0))):
+        resumed = Keeper(item=other)
+        ckpt.load(tmp_path / "r", {"owner": resumed})
+        assert resumed.item == (1, wrap({"a": 1}, 2))
+
+
+def test_values_of_each_rank_may_have_another_shape_than_before(tmp_path: Path) -> None:
+    ckpt.save({"reader": Keeper(window=ckpt.PerRank(np.arange(3)), position=1)}, tmp_path / "r")
+    resumed = Keeper(window=ckpt.PerRank(np.arange(5)), position=0)
+    ckpt.load(tmp_path / "r", {"reader": resumed})
+    assert resumed.window.tolist() == [0, 1, 2]
+
+
+def test_values_of_each_rank_that_are_not_selected_stay(tmp_path: Path) -> None:
+    ckpt.save({"reader": Keeper(window=ckpt.PerRank({"a": 1, "b": 1}), own=ckpt.PerRank(3), position=1)}, tmp_path / "r")
+    resumed = Keeper(window=ckpt.PerRank({"a": 0, "b": 0}), own=ckpt.PerRank(4), position=0)
+    ckpt.load(tmp_path / "r", {"reader": resumed}, only=["reader.window.a", "reader.position"])
+    assert vars(resumed) == {"window": {"a": 1, "b": 0}, "own": 4, "position": 1}
+
+
+@pytest.mark.parametrize("wrap", [lambda x: Named(3, x), lambda x: Frozen((1, x), 2)], ids=["namedtuple", "dataclass"])
+def test_values_in_any_container_of_a_state_can_be_renamed(tmp_path: Path, wrap: Any) -> None:
+    ckpt.save({"owner": Keeper(old=wrap([1, np.ones(2)]))}, tmp_path / "r")
+    resumed = Keeper(new=wrap([0, np.zeros(2)]))
+    ckpt.load(tmp_path / "r", {"owner": resumed}, rename={"owner.new": "owner.old"})
+    assert repr(resumed.new) == repr(wrap([1, np.ones(2)]))
