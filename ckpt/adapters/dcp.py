@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -37,7 +37,7 @@ from ckpt.adapters.dcp_group import PlannedGroup
 from ckpt.adapters.dcp_tree import KeyPath, dcp_entries, is_tensor, nested_tree
 from ckpt.api import check_step
 from ckpt.block_io.read_plan import Target
-from ckpt.errors import LeafNotFound, UnsupportedLeaf
+from ckpt.errors import LeafMismatch, LeafNotFound, UnsupportedLeaf
 from ckpt.format.codec import CodecOption
 from ckpt.groups.base import SingleProcessGroup
 from ckpt.loading.alias_check import check_aliasing
@@ -183,10 +183,12 @@ def _flatten_plan(plan: SavePlan, planner: SavePlanner) -> FlatState:
     leaves: dict[str, ArrayLeaf] = {}
     shards: dict[str, list[tuple[WriteItem, Any]]] = {}
     nodes: dict[str, Node] = {}
+    paths = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
+    names = {item.index.fqn for item in plan.items} | paths.keys()
     for item in plan.items:
         name = item.index.fqn
         if item.type == WriteItemType.BYTE_IO:
-            nodes[name] = _value_node(name, planner, item, leaves)
+            nodes[name] = _value_node(name, planner, item, leaves, names)
         else:
             shards.setdefault(name, []).append((item, planner.resolve_data(item).detach()))
     for name, items_and_tensors in shards.items():
@@ -199,15 +201,15 @@ def _flatten_plan(plan: SavePlan, planner: SavePlanner) -> FlatState:
         except TypeError as error:
             raise UnsupportedLeaf(f"leaf {name}: {error}") from error
         nodes[name] = {"array": name, "kind": "torch"}
-    paths = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
     tree = nested_tree({tuple(paths.get(name, (name,))): node for name, node in nodes.items()}, paths.values())
     return FlatState(tree, leaves, {name for name, leaf in leaves.items() if isinstance(leaf, BytesLeaf)})
 
 
-def _value_node(name: str, planner: SavePlanner, item: WriteItem, leaves: dict[str, ArrayLeaf]) -> Node:
+def _value_node(name: str, planner: SavePlanner, item: WriteItem, leaves: dict[str, ArrayLeaf], names: Collection[str]) -> Node:
     """Return the node of a value that is not a tensor: a plain value if the planner gives it, else the bytes of the planner.
 
-    leaves: those of this rank, to which the bytes are added if they are many.
+    leaves: those of this rank, to which the bytes are added if they are many. names: those of all entries, which a leaf with
+        bytes can't have.
     """
     kind = type(planner)
     if isinstance(planner, DefaultSavePlanner) and (kind.resolve_data, kind.transform_object) == (
@@ -221,6 +223,8 @@ def _value_node(name: str, planner: SavePlanner, item: WriteItem, leaves: dict[s
     if len(data) <= INLINE_BYTES:
         return flatten(Pickled(data)).node
     leaf = f"{name}.data"
+    while leaf in names or leaf in leaves:
+        leaf += "~"
     leaves[leaf] = BytesLeaf(np.frombuffer(data, np.uint8))
     return {**flatten(Pickled(b"")).node, "dataclass": [{"array": leaf, "kind": "bytes"}]}
 
@@ -251,7 +255,8 @@ class Reader(StepAddressed, StorageReader):  # type: ignore[misc]
         InvalidArgument: An argument has a value that makes no sense.
         StepNotFound: dcp.load found no such committed step.
         LeafNotFound: dcp.load asked for a tensor that the step does not have.
-        LeafMismatch: Two tensors of the state share memory, but get different bytes.
+        LeafMismatch: Two tensors of the state share memory, but get different bytes. Or two entries of the step have one name
+            in DCP, such as those of `{1: x, "1": y}`.
         IntegrityError: Stored bytes are damaged.
         StoreError: The store failed.
     """
@@ -345,9 +350,12 @@ class Reader(StepAddressed, StorageReader):  # type: ignore[misc]
 
     def _open(self, step: int) -> Checkpoint:
         self._checkpoint = self._repo.of_rank(step, _rank())
-        found = {".".join(map(str, path)): (path, node) for path, node in dcp_entries(self._checkpoint.tree())}
-        self._nodes = {name: node for name, (_, node) in found.items()}
-        self._paths = {name: path for name, (path, _) in found.items()}
+        self._nodes, self._paths = {}, {}
+        for path, node in dcp_entries(self._checkpoint.tree()):
+            name = ".".join(map(str, path))
+            if name in self._nodes:
+                raise LeafMismatch(f"{self._checkpoint.where} has two entries that DCP calls {name}; load it with ckpt.load")
+            self._nodes[name], self._paths[name] = node, path
         return self._checkpoint
 
 

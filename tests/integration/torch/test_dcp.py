@@ -110,6 +110,31 @@ def test_errors_of_dcp_name_what_is_wrong(tmp_path: Path) -> None:
     assert isinstance(failure(lambda: dcp.load(state, storage_reader=Reader(tmp_path))), ckpt.StepNotFound)
 
 
+def test_a_long_value_and_a_tensor_with_the_name_of_its_bytes_are_both_saved(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    def state(on: int) -> dict[str, Any]:
+        return {"x": np.arange(20_000) * on, "x.data": torch.ones(3) * on, "x.data~": np.arange(30_000) * on}
+
+    dcp.save(state(1), storage_writer=Writer(tmp_path))
+    got = state(0)
+    dcp.load(got, storage_reader=Reader(tmp_path))
+    assert {name: value.tolist() for name, value in got.items()} == {name: value.tolist() for name, value in state(1).items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [("1", {1: torch.zeros(2), "1": torch.ones(2)}), ("a.b", {"a.b": torch.zeros(2), "a": {"b": torch.ones(2)}})],
+    ids=["keys", "paths"],
+)
+def test_entries_with_one_name_in_dcp_are_refused(tmp_path: Path, name: str, state: dict[Any, Any]) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    ckpt.save(state, tmp_path, 3)
+    with pytest.raises(CheckpointException, match=rf"step 3 of .* has two entries that DCP calls {name}; load it with ckpt.load"):
+        dcp.load({name: torch.zeros(2)}, storage_reader=Reader(tmp_path))
+
+
 def test_a_dcp_script_needs_two_changed_lines(tmp_path: Path) -> None:
     arguments = [str(tmp_path), "--every=2", *SMALL]
     done = torchrun(2, EXAMPLES / "dcp_swap.py", *arguments, "--steps=4")
