@@ -176,8 +176,9 @@ def _without_annealing(get: Callable[[], Any]) -> Any:
 def _bit_generator_state(generator: np.random.BitGenerator) -> Stateful:
     def get() -> dict[str, Any]:
         sequence: Any = generator.seed_seq
-        has_spawned = isinstance(sequence, np.random.SeedSequence) and sequence.n_children_spawned
-        return {**generator.state, **({_SEED_SEQUENCE: dict(sequence.state)} if has_spawned else {})}
+        if not isinstance(sequence, np.random.SeedSequence):
+            return dict(generator.state)
+        return {**generator.state, _SEED_SEQUENCE: {name: _plain_numbers(value) for name, value in sequence.state.items()}}
 
     def put(state: dict[str, Any]) -> None:
         generator.state = state
@@ -188,7 +189,14 @@ def _bit_generator_state(generator: np.random.BitGenerator) -> Stateful:
 
 
 _SEED_SEQUENCE = "seed_sequence"
-"""The entry of the seed sequence of a generator that has spawned others: the next ones must be others than the earlier ones."""
+"""The entry of the seed sequence of a generator: those that it spawns must be the same ones as without a restart."""
+
+
+def _plain_numbers(value: Any) -> Any:
+    """Return a part of a seed sequence as an int, text or a list: numpy takes any sequence of integers, such as a range."""
+    if value is None or isinstance(value, (str, int)):
+        return value
+    return int(value) if isinstance(value, np.integer) else [_plain_numbers(each) for each in value]
 
 
 def _set_seed_sequence(generator: Any, saved: np.random.SeedSequence) -> None:

@@ -57,7 +57,12 @@ def test_the_generator_of_mps_is_saved_and_set(monkeypatch: pytest.MonkeyPatch) 
 SEED = [2**70, 3]
 
 
-@pytest.mark.skipif(np.__version__.startswith("1."), reason="numpy 1 can't replace the seed sequence of a generator")
+replaces_seed_sequence = pytest.mark.skipif(
+    np.__version__.startswith("1."), reason="numpy 1 can't replace the seed sequence of a generator"
+)
+
+
+@replaces_seed_sequence
 @pytest.mark.parametrize(("seed", "spawned_before"), [(SEED, 0), (SEED, 1), (SEED, 9), (5, 0)])
 @pytest.mark.parametrize("kind", [np.random.PCG64, np.random.MT19937])
 def test_a_restored_generator_spawns_no_generator_again(tmp_path: Path, kind: Any, seed: Any, spawned_before: int) -> None:
@@ -69,4 +74,31 @@ def test_a_restored_generator_spawns_no_generator_again(tmp_path: Path, kind: An
     resumed.spawn(spawned_before)
     ckpt.load(tmp_path, like={"rng": resumed})
     assert [child.random() for child in resumed.spawn(2)] == expected
+    assert resumed.random() == generator.random()
+
+
+SEEDS = [
+    None, 5, np.int64(5), ["0x123"], range(3), np.arange(3), [np.arange(3), (4, 2**40)],
+    np.random.SeedSequence(5, spawn_key=(2,)),
+]  # fmt: skip
+
+
+@replaces_seed_sequence
+@pytest.mark.parametrize("seed", SEEDS, ids=str)
+def test_a_restored_generator_spawns_the_first_generators_that_the_saved_one_spawns(tmp_path: Path, seed: Any) -> None:
+    generator, resumed = np.random.default_rng(seed), np.random.default_rng()
+    ckpt.save({"rng": generator}, tmp_path)
+    ckpt.load(tmp_path, like={"rng": resumed})
+    assert [child.random() for child in resumed.spawn(2)] == [child.random() for child in generator.spawn(2)]
+    assert resumed.random() == generator.random()
+
+
+def test_a_generator_without_a_seed_sequence_of_numpy_is_restored(tmp_path: Path) -> None:
+    class Source(np.random.bit_generator.ISeedSequence):
+        def generate_state(self, n_words: int, dtype: Any = np.uint32) -> Any:
+            return np.arange(n_words, dtype=dtype)
+
+    generator, resumed = np.random.Generator(np.random.PCG64(Source())), np.random.default_rng()
+    ckpt.save({"rng": generator}, tmp_path)
+    ckpt.load(tmp_path, like={"rng": resumed})
     assert resumed.random() == generator.random()
