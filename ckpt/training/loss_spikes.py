@@ -36,14 +36,15 @@ class SpikeDetector:
         self._sorted: list[float] = []
 
     def limit(self) -> float:
-        """Return the largest value of the next loss that is no spike."""
+        """Return the largest value of the next loss that is no spike: infinity while most losses are exactly 0."""
         found = self._sorted
         count = len(found)
         if count < _MIN_LOSSES:
             return self._first_limit
         middle = found[count // 2]
         spread = (found[3 * count // 4] - found[count // 4]) / 1.349
-        return middle + self._factor * max(spread, _MIN_SPREAD_RATIO * abs(middle))
+        spread = max(spread, _MIN_SPREAD_RATIO * abs(middle))
+        return middle + self._factor * spread if spread else math.inf
 
     def observe(self, loss: float) -> bool:
         """Return whether this finite loss is a spike; add it to the window if not. Takes a few microseconds."""

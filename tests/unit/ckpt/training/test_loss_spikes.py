@@ -32,7 +32,8 @@ def test_spikes_agree_with_their_definition(losses: list[float], factor: float) 
         if len(window) >= 16:
             found = sorted(window)
             middle, low, high = (found[len(found) * part // 4] for part in (2, 1, 3))
-            limit = middle + factor * max((high - low) / 1.349, 0.01 * abs(middle))
+            spread = max((high - low) / 1.349, 0.01 * abs(middle))
+            limit = middle + factor * spread if spread else math.inf
         assert detector.limit() == limit
         assert detector.observe(loss) == (loss > limit)
         if loss <= limit:
@@ -47,6 +48,15 @@ def test_noise_is_no_spike_and_a_multiple_of_the_loss_is() -> None:
         assert not detector.observe(8 / (1 + step / 100) ** 0.5 * (1 + 0.05 * noise.standard_normal()))
     assert all(detector.observe(4.0 + 0.01 * step) for step in range(200))
     assert not detector.observe(1.1)
+
+
+@pytest.mark.parametrize("value", [0.0, 5e-324])
+def test_after_losses_without_a_spread_no_loss_is_a_spike(value: float) -> None:
+    """One percent of the median is 0, too, so that there is no measure of a change."""
+    detector = SpikeDetector(10)
+    for _ in range(16):
+        detector.observe(value)
+    assert not detector.observe(1e-9)
 
 
 @pytest.mark.parametrize(
