@@ -23,6 +23,8 @@ from ckpt.tools.import_old_torch import allowed_classes, data_offset, load_to_me
 _CHECKED_BYTES = 4 << 20
 _ORDER_BYTES = 16
 """The most bytes of the record of the byte order that are read."""
+_PLACES_RECORD = ".format_version"
+"""In a file with this record, torch computes where each storage lies, in the order in which it loads them."""
 _REPACKED_ADVICE = "load it with torch, and save it again"
 
 
@@ -82,16 +84,21 @@ def _require_byte_order(file: IO[bytes], where: str) -> None:
 def _require_intact(file: IO[bytes], where: str) -> dict[int, int]:
     """Return the length of the record of each storage, by the offset of its first byte.
 
-    Raises CkptError if a record is compressed, or does not match its CRC-32, which torch.load does not check for tensors.
+    Raises CkptError if a record is compressed, or does not match its CRC-32, which torch.load does not check for tensors, or
+    if the storages are in another order than that in which torch computes their places.
     """
     storages = {}
+    keys: dict[int, str] = {}
+    has_places = False
     try:
         with zipfile.ZipFile(file) as archive:
             for record in archive.infolist():
                 if record.compress_type != zipfile.ZIP_STORED:
                     raise CkptError(f"{where} was compressed by another program than torch: {_REPACKED_ADVICE}")
                 if record.filename.split("/")[-2:-1] == ["data"]:
-                    storages[data_offset(file, record)] = record.file_size
+                    offset = data_offset(file, record)
+                    storages[offset], keys[offset] = record.file_size, record.filename.rpartition("/")[2]
+                has_places |= record.filename.endswith(_PLACES_RECORD)
                 if record.CRC:  # torch.serialization.set_crc32_options(False) writes 0
                     with archive.open(record) as opened:
                         while opened.read(_CHECKED_BYTES):
@@ -99,6 +106,9 @@ def _require_intact(file: IO[bytes], where: str) -> dict[int, int]:
     except (*DAMAGE, OSError) as error:
         raise_if_unreadable(error, where)
         raise CkptError(f"{where} is damaged ({first_line(error)}): copy it again") from error
+    order = [keys[offset] for offset in sorted(keys)]
+    if has_places and order != sorted(order, key=lambda key: (len(key), key)):  # decimal numbers, in the order of the tensors
+        raise CkptError(f"{where} has its tensors in another order than torch writes them: {_REPACKED_ADVICE}")
     return storages
 
 
