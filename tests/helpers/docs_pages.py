@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
+TUTORIAL = [DOCS / f"tutorial/{name}.md" for name in ("first-run", "many-ranks", "namespace", "supervised")]
+"""These pages continue each other; the others are independent."""
+PAGES = sorted(page for page in DOCS.rglob("*.md") if page not in TUTORIAL)
 HOME = "/home/me"
 """The name of a test's folder on the pages."""
 HOST = "host1"
@@ -67,7 +71,7 @@ def blocks(page: Path) -> list[Block]:
             else:
                 not_run = comment[2]
             continue
-        opened = re.fullmatch(r"( *)```(\w+)(?: title=\"([^\"]+)\")?.*", line)
+        opened = re.fullmatch(r"( *)```(\w*)(?: title=\"([^\"]+)\")?.*", line)
         if opened is None:
             if line.strip():
                 varies, not_run, framework = [], None, None
@@ -79,6 +83,40 @@ def blocks(page: Path) -> list[Block]:
         number += 1
         found.append(Block(page, begin + 1, opened[2], opened[3], text, tuple(varies), not_run, framework))
         varies, not_run, framework = [], None, None
+    return found
+
+
+def blocks_without_use(of_pages: Sequence[Block]) -> list[str]:
+    """Return where a block is that no test runs, that is in no file which a later block uses, and that gives no reason.
+
+    of_pages: the blocks of a page, or of pages that continue each other.
+    """
+    found: list[str] = []
+    before: Block | None = None
+    for number, block in enumerate(of_pages):
+        is_output = block.kind == "text" and before is not None and before.kind == "python" and before.title is None
+        is_output = is_output and before is not None and before.framework == block.framework and before.not_run is None
+        later = [each for each in of_pages[number + 1 :] if each.not_run is None and each.kind in ("console", "python")]
+        if block.not_run is not None or (block.kind in ("console", "python") and block.title is None):
+            pass  # a reason, or run
+        elif block.title is not None and block.kind in (*_FILES, "diff"):
+            if not any(block.title in each.text for each in later):
+                found.append(f"{block.where}: no later block uses {block.title}")
+        elif not is_output:
+            found.append(f"{block.where}: a block of the kind {block.kind!r} is not run")
+        before = block
+    return found
+
+
+def indented_blocks(page: Path) -> list[str]:
+    """Return where a page has code that is indented and not in a block; it would be shown as code, and not run."""
+    found: list[str] = []
+    is_open = False
+    lines = ["", *page.read_text().splitlines()]
+    for number, (before, line) in enumerate(itertools.pairwise(lines), 1):
+        is_open ^= line.lstrip().startswith("```")
+        if not is_open and line.startswith("    ") and not before.strip():
+            found.append(f"{page.relative_to(ROOT)}:{number}: {line.strip()}")
     return found
 
 

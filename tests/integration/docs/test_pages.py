@@ -1,14 +1,12 @@
-"""The commands and programs of the how-to guides and of operations run, and print what the pages show."""
+"""The commands and programs of all pages but the tutorial run, and print what the pages show."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from helpers.docs_pages import DOCS, Block, blocks, changed, diff_lines, masked, matches
+from helpers.docs_pages import DOCS, PAGES, Block, blocks, changed, diff_lines, masked, matches
 from helpers.docs_snippets import Runner, differences
-
-PAGES = sorted([*DOCS.glob("howto/*.md"), *DOCS.glob("operations/*.md")])
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: f"{page.parent.name}-{page.stem}")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from helpers.docs_pages import DOCS, blocks
+from helpers.docs_pages import DOCS, TUTORIAL, blocks
 from helpers.docs_snippets import INSTALLED, Runner, checkout, differences
-
-TUTORIAL = [DOCS / f"tutorial/{name}.md" for name in ("first-run", "many-ranks", "namespace", "supervised")]
 
 
 def test_the_tutorial_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
