@@ -13,6 +13,7 @@ import ml_dtypes
 import numcodecs
 import numpy as np
 import pytest
+from helpers.page_reader import joined_planes
 
 from ckpt.format import codec
 from ckpt.format.bounded_decode import zstd_content_bytes
@@ -30,26 +31,6 @@ def _decode(stored: bytes, nbytes: int) -> bytes:
     out = np.full(nbytes, 0xEE, np.uint8)
     codec.decode(_CONFIG, memoryview(stored), out)
     return out.tobytes()
-
-
-def _decode_as_documented(stored: bytes) -> bytes:
-    """Decode by docs/reference/format.md alone, element by element."""
-    version, itemsize, joined, zero, nbytes = struct.unpack_from("<BBBBI", stored)
-    assert (version, zero) == (1, 0)
-    count, at = nbytes // itemsize, 8 + 4 * itemsize
-    planes = []
-    for length in struct.unpack_from(f"<{itemsize}I", stored, 8):
-        part = stored[at : at + length]
-        planes.append(part if length == count else bytes(numcodecs.zstd.Zstd().decode(part)))
-        at += length
-    raw = bytearray()
-    for element in zip(*planes, strict=True):
-        value = bytearray(element)
-        if joined:
-            exponent, low = value[-1], value[-2]
-            value[-1], value[-2] = low & 0x80 | exponent >> 1, (exponent & 1) << 7 | low & 0x7F
-        raw += value
-    return bytes(raw) + stored[at:]
 
 
 @pytest.mark.parametrize("dtype", _TYPES)
@@ -77,16 +58,16 @@ def test_a_reader_written_after_the_format_page_decodes_it() -> None:
         rng.standard_normal(501),
         rng.integers(0, 256, 4001, np.uint8),
     ):
-        assert _decode_as_documented(_encode(array)) == array.tobytes()
+        assert joined_planes(_encode(array)) == array.tobytes()
     tail = np.frombuffer(_encode(np.arange(9, dtype=np.uint8)), np.uint8)
-    assert _decode_as_documented(tail.tobytes()) == bytes(range(9))
+    assert joined_planes(tail.tobytes()) == bytes(range(9))
 
 
 def test_bytes_of_the_first_version_stay_readable() -> None:
     stored = base64.b64decode(_FIRST_VERSION)
     k = np.arange(200, dtype=np.uint32)
     values = (k * np.uint32(2654435761) & np.uint32(0x807FFFFF)) | ((120 + k * k % np.uint32(5)) << np.uint32(23))
-    assert _decode(stored, values.nbytes) == values.tobytes() == _decode_as_documented(stored)
+    assert _decode(stored, values.nbytes) == values.tobytes() == joined_planes(stored)
 
 
 _FIRST_VERSION = """
