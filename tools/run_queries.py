@@ -96,7 +96,7 @@ def status(run_dir: Path, state: str | None) -> int:
     if reason := _not_running_reason(run_state, reports):
         emit(common.printable(reason))
         return 1
-    spec, last, first = run_state.spec, run_state.last, {member.name: member.first for member in run_state.members}
+    spec, last, first = run_state.spec, run_state.last, {host.name: host.first for host in run_state.attempt_hosts}
     if len(reports) > 1:
         rows = [
             (r.name, _host_activity(r, run_state), str(first.get(r.name, "")), _format_step(r.step), _format_step(r.committed),
@@ -145,7 +145,7 @@ def _not_running_reason(run_state: RunState, reports: Mapping[str, AgentReport])
 
 def _host_activity(report: AgentReport, run_state: RunState) -> str:
     """Return what a host does. A report may still be of an earlier attempt; then the host waits."""
-    if all(member.name != report.name for member in run_state.members):
+    if all(host.name != report.name for host in run_state.attempt_hosts):
         return "spare"
     return report.doing if report.doing != "idle" and report.attempt == run_state.attempt else "waits"
 
@@ -231,7 +231,7 @@ def plan(run_dir: Path, state: str | None, dry_run: bool, lose: tuple[str, ...],
     _require_running(run_state, reports, run_dir, state)
     if run_state.spec is None:
         raise CkptError(f"the entry that begins the run can't be read: see `ckpt-run why {_run_options(run_dir, state)}`")
-    ranks = sum(member.count for member in run_state.members)
+    ranks = sum(host.count for host in run_state.attempt_hosts)
     if fail is not None and fail >= ranks:
         raise CkptError(f"there is no rank {fail}: the run has {format_count(ranks, 'rank')}, numbered from 0")
     for name in lose:

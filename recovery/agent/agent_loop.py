@@ -189,7 +189,7 @@ class AgentLoop:
                 parts.ranks.save_stacks()
             self._stop_ranks()
             return True
-        own_index = next((i for i, member in enumerate(run_state.members) if self._is_this_agent(member)), None)
+        own_index = next((i for i, host in enumerate(run_state.attempt_hosts) if self._is_this_agent(host)), None)
         if last.kind == "start" and own_index is not None and run_state.attempt != parts.ranks.attempt:
             self._account("spawn" if run_state.attempt == 0 else "decide")
             self._start_ranks(own_index, last)
@@ -198,8 +198,8 @@ class AgentLoop:
             parts.ranks.request_stop(facts_of(last, StopRequest))
         return False
 
-    def _is_this_agent(self, member: AttemptHost) -> bool:
-        return (member.name, member.incarnation) == (self._parts.identity.name, self._parts.identity.incarnation)
+    def _is_this_agent(self, host: AttemptHost) -> bool:
+        return (host.name, host.incarnation) == (self._parts.identity.name, self._parts.identity.incarnation)
 
     def _start_ranks(self, host_index: int, entry: LogEntry) -> None:
         parts, run_state = self._parts, self._parts.log.run_state
@@ -236,7 +236,7 @@ class AgentLoop:
         assert last is not None
         if not parts.ranks.are_started and parts.spec.hosts > 1 and last.kind == "decision":
             self._is_leaving = True
-        takes_part = any(map(self._is_this_agent, run_state.members))
+        takes_part = any(map(self._is_this_agent, run_state.attempt_hosts))
         if not parts.ranks.are_started and last.kind == "start" and not takes_part:
             self._is_leaving = True
 

@@ -135,7 +135,7 @@ class HostLease:
     def begin_attempt(self) -> None:
         """Renew the lease at the start of an attempt, and forget an earlier loss.
 
-        The log names this host as a member, so its reports have arrived.
+        The log gives ranks to this host, so its reports have arrived.
         """
         with self._lock:
             self._contact, self._loss = self._contact.after_acknowledgement(time.monotonic()), None

@@ -86,19 +86,19 @@ class HostRanks:
 
         entry: the start of the attempt.
         run_state: the state of the run after this entry.
-        number: the index of this host in the members of the attempt.
+        number: the index of this host among those of the attempt.
         memory: the environment variables that name the memory namespaces.
         lease: the lease that ends the ranks after a loss of contact.
         """
-        member, facts = run_state.members[number], facts_of(entry, StartFacts)
+        host, facts = run_state.attempt_hosts[number], facts_of(entry, StartFacts)
         self.attempt, self._failure = entry.attempt, None
         lease.begin_attempt()
         own = {launch.AGENT_VARIABLE: self._identity.incarnation, "TORCHELASTIC_MAX_RESTARTS": str(self._spec.restarts)}
         self._launch_spec = LaunchSpec(
             run=run_state.run,
             attempt=entry.attempt,
-            first_rank=member.first,
-            rank_count=member.count,
+            first_rank=host.first,
+            rank_count=host.count,
             world_size=facts.ranks,
             host_index=number,
             address=facts.address,
@@ -109,7 +109,7 @@ class HostRanks:
         try:
             ranks = self._launch(self._launch_spec)
         except CkptError as error:
-            numbers = tuple(range(member.first, member.first + member.count))
+            numbers = tuple(range(host.first, host.first + host.count))
             self._failure = HostFailure("exit", numbers, f"did not start: {error}")
             raise
         for rank in ranks:

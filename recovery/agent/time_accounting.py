@@ -66,7 +66,7 @@ class TimeAccounting:
             return
         living = self._coordinator.reports()
         attempt_reports = [report for report in living.values() if report.attempt == run_state.attempt]
-        first = living.get(run_state.members[0].name, own_report)
+        first = living.get(run_state.attempt_hosts[0].name, own_report)
         step = min((r.step for r in attempt_reports), default=-1)
         committed = max((r.committed for r in attempt_reports), default=-1)
         # After a failure the coordinator may wait for newer reports of other hosts, before it names the cause.
@@ -74,7 +74,7 @@ class TimeAccounting:
         category: TimeCategory = "detect" if is_detecting else first.spent if first in attempt_reports else "spawn"
         self.account(run_state, category, step, committed)
         delays = [report.wrong.silent_seconds for report in attempt_reports if report.wrong is not None]
-        silent = [self._coordinator.silent_seconds(member.name) for member in run_state.members]
+        silent = [self._coordinator.silent_seconds(host.name) for host in run_state.attempt_hosts]
         delays += [seconds for seconds in silent if seconds > LOST_SECONDS]
         if delays and self._ledger is not None:
             self._ledger.relabel("detect", max(delays))

@@ -24,9 +24,9 @@ def predict_entries(
     """
     run_state = RunState().apply_entries(entries)
     living = {name: report for name, report in reports.items() if name not in lost}
-    for member in run_state.members:
-        if killed is not None and member.first <= killed < member.first + member.count and member.name in living:
-            living[member.name] = replace(living[member.name], wrong=HostFailure("signal", (killed,), "was killed by SIGKILL"))
+    for host in run_state.attempt_hosts:
+        if killed is not None and host.first <= killed < host.first + host.count and host.name in living:
+            living[host.name] = replace(living[host.name], wrong=HostFailure("signal", (killed,), "was killed by SIGKILL"))
     found: list[Draft] = []
     waited = 0.0
     for _ in range(8):

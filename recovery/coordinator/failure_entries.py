@@ -14,18 +14,18 @@ from ckpt.recovery.run_log.entry_drafts import draft_decision, draft_failure
 from ckpt.recovery.run_log.run_spec import AttemptHost
 
 
-def is_lost(member: AttemptHost, report: AgentReport | None) -> bool:
+def is_lost(host: AttemptHost, report: AgentReport | None) -> bool:
     """Return whether the agent that an attempt was assigned to is gone: it has no report, or was started again."""
-    return report is None or report.incarnation != member.incarnation
+    return report is None or report.incarnation != host.incarnation
 
 
-def lost_host_failure(view: DecisionInput, member: AttemptHost) -> Failure:
+def lost_host_failure(view: DecisionInput, host: AttemptHost) -> Failure:
     """Return the failure of an attempt by the loss of one of its hosts."""
     reports = [r for r in view.maybe_living.values() if r.attempt == view.run_state.attempt]
     reports = reports or [r for r in view.silent.values() if r.attempt == view.run_state.attempt]
-    report = view.maybe_living.get(member.name)
+    report = view.maybe_living.get(host.name)
     detail = f"sent no report for {LOST_SECONDS:g} s" if report is None else "was started again"
-    return make_failure(view, "lost", [], detail, reports, member.name)
+    return make_failure(view, "lost", [], detail, reports, host.name)
 
 
 def reported_failure(view: DecisionInput, report: AgentReport, reports: Sequence[AgentReport]) -> Failure:

@@ -62,7 +62,7 @@ def draft_while_stopping(
             else f"were ended by {last.text}; they were not waited for" if is_urgent
             else f"were ended by {last.text}; they had no time to save"
         )  # fmt: skip
-        ranks = [rank for member in run_state.members for rank in range(member.first, member.first + member.count)]
+        ranks = [rank for host in run_state.attempt_hosts for rank in range(host.first, host.first + host.count)]
         return draft_failure_and_decision(
             view, make_failure(view, _stop_cause(view, leaving), ranks, detail, reports, run_state.left_out)
         )

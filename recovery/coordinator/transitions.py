@@ -87,7 +87,7 @@ def _draft_start(view: DecisionInput) -> list[Draft]:
     if any(report.doing != "idle" for report in view.maybe_living.values()):
         return []  # the ranks of the attempt before must have ended
     ready = sorted(staying, key=lambda name: (staying[name].joined, name))
-    before = [member.name for member in run_state.members]
+    before = [host.name for host in run_state.attempt_hosts]
     # Before the first attempt hosts may arrive late, so the wait is longer.
     has_waited = view.waited_seconds >= (spec.patience_seconds if before else spec.give_up_seconds)
     choice = choose_hosts(before, ready, suspected_hosts(run_state.failures), spec.hosts, spec.least, has_waited)
@@ -103,9 +103,9 @@ def _draft_start(view: DecisionInput) -> list[Draft]:
     if memory is None:  # the memory of a host is still starting; after some seconds it counts as off
         return []
     attempt = run_state.attempt + 1
-    members = [AttemptHost(name, staying[name].incarnation, i * spec.ranks, spec.ranks) for i, name in enumerate(choice.hosts)]
-    start = AttemptStart(attempt, members, staying[choice.hosts[0]], run_state.environment, memory)
-    ranks = format_count(len(members) * spec.ranks, "rank")
+    chosen = [AttemptHost(name, staying[name].incarnation, i * spec.ranks, spec.ranks) for i, name in enumerate(choice.hosts)]
+    start = AttemptStart(attempt, chosen, staying[choice.hosts[0]], run_state.environment, memory)
+    ranks = format_count(len(chosen) * spec.ranks, "rank")
     where = "" if spec.hosts == 1 else f" on {', '.join(choice.hosts)}"
     changed = f", {choice.reason}" if choice.reason else ""
     return [draft_start(start, f"{ranks}{where}{changed}: {' '.join(spec.command)}", spec.command)]
@@ -131,7 +131,7 @@ def _draft_host_wait_note(view: DecisionInput, spec: RunSpec, arrived: int) -> l
     """Return the note about how many hosts have arrived while more are awaited. It is written when the number changes."""
     if view.waited_seconds < _ARRIVAL_SECONDS or arrived == view.run_state.arrived_hosts:
         return []
-    seconds = spec.patience_seconds if view.run_state.members else spec.give_up_seconds
+    seconds = spec.patience_seconds if view.run_state.attempt_hosts else spec.give_up_seconds
     if arrived >= spec.least:
         then = f"the run continues with these {seconds:g} s after it began to wait"
     else:
@@ -149,11 +149,9 @@ def _draft_while_running(view: DecisionInput) -> list[Draft]:
     last, spec = run_state.last, run_state.spec
     assert last is not None
     assert spec is not None
-    reports_by_host = {member.name: view.maybe_living.get(member.name) for member in run_state.members}
+    reports_by_host = {host.name: view.maybe_living.get(host.name) for host in run_state.attempt_hosts}
     reports = [report for report in reports_by_host.values() if report is not None and report.attempt == run_state.attempt]
-    failures = [
-        lost_host_failure(view, member) for member in run_state.members if is_lost(member, reports_by_host[member.name])
-    ]
+    failures = [lost_host_failure(view, host) for host in run_state.attempt_hosts if is_lost(host, reports_by_host[host.name])]
     failures += [reported_failure(view, report, reports) for report in reports if report.wrong is not None]
     first_failure = min(failures, key=lambda failure: _CAUSE_ORDER.index(failure.cause), default=None)
     ended = len(reports) == len(reports_by_host) and all(report.doing == "over" for report in reports)
@@ -209,7 +207,7 @@ def _draft_spares_note(view: DecisionInput) -> list[Draft]:
 
 def _spare_hosts(view: DecisionInput) -> list[str]:
     """Return the hosts that could replace another host."""
-    taken = {member.name for member in view.run_state.members}
+    taken = {host.name for host in view.run_state.attempt_hosts}
     return sorted(name for name, report in view.maybe_living.items() if name not in taken and not report.leaving)
 
 
@@ -223,7 +221,7 @@ def _draft_straggler_entries(view: DecisionInput, reports: Sequence[AgentReport]
     spec = run_state.spec
     assert spec is not None
     found = find_stragglers((pace for report in reports for pace in report.paces), spec.straggler or DEFAULT_FACTOR)
-    hosts = {rank: member.name for member in run_state.members for rank in range(member.first, member.first + member.count)}
+    hosts = {rank: host.name for host in run_state.attempt_hosts for rank in range(host.first, host.first + host.count)}
     spares = [name for name in _spare_hosts(view) if name in view.living and name not in suspected_hosts(run_state.failures)]
     leave_out = bool(found and spec.straggler and spares)
     advice = (

@@ -22,7 +22,7 @@ class AttemptStart:
     """The hosts of an attempt that starts, and what their ranks get."""
 
     attempt: int
-    members: Sequence[AttemptHost]
+    hosts: Sequence[AttemptHost]
     first: AgentReport
     """The report of the host that has rank 0."""
     environment: Mapping[str, str]
@@ -55,12 +55,12 @@ def draft_lead(attempt: int, text: str, name: str) -> Draft:
 
 
 def draft_start(start: AttemptStart, text: str, command: Sequence[str]) -> Draft:
-    """Return the draft that makes the members start their ranks."""
+    """Return the draft that makes the hosts start their ranks."""
     first = start.first
     facts = {
-        "ranks": sum(member.count for member in start.members),
+        "ranks": sum(host.count for host in start.hosts),
         "command": list(command),
-        "members": [asdict(member) for member in start.members],
+        "members": [asdict(host) for host in start.hosts],
         "address": first.address,
         "port": first.port,
         "pages": first.pages,

@@ -75,10 +75,10 @@ class StartFacts:
 
     def __post_init__(self) -> None:
         first = 0
-        for member in self.members:
-            if member.first != first or member.count < 1:
-                raise ValueError(f"{member.name} has {member.count} ranks from {member.first} on, but the next rank is {first}")
-            first += member.count
+        for host in self.members:
+            if host.first != first or host.count < 1:
+                raise ValueError(f"{host.name} has {host.count} ranks from {host.first} on, but the next rank is {first}")
+            first += host.count
         if not self.members or first != self.ranks or self.ranks > MAX_RANKS:
             raise ValueError(f"its members have {first} of {self.ranks} ranks")
         if not 0 < self.port <= MAX_PORT:

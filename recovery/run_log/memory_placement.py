@@ -89,20 +89,20 @@ class NewestStep:
 
 
 def choose_memories(
-    before: Sequence[MemoryNamespace], members: Mapping[str, MemoryReport], newest: Sequence[MemoryNamespace] = ()
+    before: Sequence[MemoryNamespace], reports: Mapping[str, MemoryReport], newest: Sequence[MemoryNamespace] = ()
 ) -> tuple[MemoryNamespace, ...] | None:
     """Return the memory namespaces of a new attempt; None: wait for a node that is about to be ready.
 
     The first namespace is written to, the others are only read.
 
     before: the namespaces of the attempt before, in the same order.
-    members: the reports of the hosts that take part.
+    reports: those of the hosts that take part.
     newest: the namespaces that have the newest step of this job, and of other jobs.
     """
-    if any(report.memory == "coming" for report in members.values()):
+    if any(report.memory == "coming" for report in reports.values()):
         return None
-    fresh = sorted((name, report.fresh) for name, report in members.items() if report.memory == "ready")
-    if len(fresh) < min(2, len(members)):  # one node alone is lost with its host, and all hosts would write to it
+    fresh = sorted((name, report.fresh) for name, report in reports.items() if report.memory == "ready")
+    if len(fresh) < min(2, len(reports)):  # one node alone is lost with its host, and all hosts would write to it
         fresh = []
     new = MemoryNamespace(tuple(fresh))
     older = [memory for memory in before if memory.nodes]

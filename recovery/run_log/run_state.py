@@ -45,7 +45,7 @@ class RunState:
     last: LogEntry | None = None
     """The last entry of a kind that changes the phase of the run: run, start, stop, failure, decision or end."""
     attempt: int = -1
-    members: tuple[AttemptHost, ...] = ()
+    attempt_hosts: tuple[AttemptHost, ...] = ()
     """The hosts of this attempt, or of the last one."""
     failures: tuple[Failure, ...] = ()
     budget: Budget = field(default_factory=Budget)
@@ -197,7 +197,7 @@ def _apply_run(run_state: RunState, entry: LogEntry) -> RunState:
 
 def _apply_start(run_state: RunState, entry: LogEntry) -> RunState:
     cleared = replace(run_state, stragglers={}, left_out="", arrived_hosts=None, awaited=(), restored=None)
-    return replace(cleared, attempt=entry.attempt, members=facts_of(entry, StartFacts).members, memory=memories_of(entry))
+    return replace(cleared, attempt=entry.attempt, attempt_hosts=facts_of(entry, StartFacts).members, memory=memories_of(entry))
 
 
 def _apply_failure(run_state: RunState, entry: LogEntry) -> RunState:
@@ -247,7 +247,7 @@ def _current_memory(run_state: RunState) -> MemoryNamespace:
 
 def _require_order(run_state: RunState, entry: LogEntry) -> None:
     """Raise ValueError if the entries that must precede this one are missing because they could not be read."""
-    if not run_state.members and entry.kind == "stop":
+    if not run_state.attempt_hosts and entry.kind == "stop":
         raise ValueError("nothing was started before it")
     if not run_state.failures and entry.kind == "decision":
         raise ValueError("nothing has failed before it")

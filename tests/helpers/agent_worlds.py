@@ -59,7 +59,7 @@ class World:
         run_state, last = self.run_state, self.run_state.last
         assert last is not None
         for name, report in self.agents.items():
-            is_member = any((m.name, m.incarnation) == (name, report.incarnation) for m in run_state.members)
+            is_member = any((m.name, m.incarnation) == (name, report.incarnation) for m in run_state.attempt_hosts)
             if last.kind in ("start", "stop") and is_member:
                 if report.attempt != run_state.attempt:
                     assert report.doing == "idle", "the ranks of the previous attempt have ended"

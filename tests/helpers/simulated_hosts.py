@@ -267,7 +267,7 @@ class World:
     def start_ranks(self, host: str, run_state: RunState, environment: dict[str, str]) -> Training:
         """Start the ranks of a host in an attempt."""
         assert run_state.before is None, "nothing that the simulation lets fail is a reason to roll back"
-        members = tuple(member.name for member in run_state.members)
+        members = tuple(member.name for member in run_state.attempt_hosts)
         for other in self.hosts.values():
             has_returned = (
                 self.is_reachable(other.name) and self.now - max(other.returned_at, self._log_down_until) > RETURN_SECONDS

@@ -43,6 +43,6 @@ def straggler_ranks(
 
 def slow_down(run: World, name: str, seconds: float = 0.3) -> None:
     """Slow down the second rank of a host from now on; the others have the usual pace."""
-    for member in run.run_state.members:
+    for member in run.run_state.attempt_hosts:
         paces = (pace(member.first), pace(member.first + 1, seconds if member.name == name else 0.1))
         run.agents[member.name] = replace(run.agents[member.name], paces=paces)
