@@ -210,7 +210,7 @@ def far_bucket(folder: Path, mib: int) -> Iterator[Device]:
 def far_node(folder: Path, mib: int) -> Iterator[Device]:
     """A storage node over memory behind a slow connection; it passes no descriptors."""
     with memory_disk(folder, mib) as memory:
-        command = [sys.executable, "-m", "ckpt.tools.node", "--data", memory.url, "--listen", "127.0.0.1:0", "--no-near"]
+        command = [sys.executable, "-m", "ckpt.tools.node", "--data", memory.url, "--listen", "127.0.0.1:0", "--no-fd-passing"]
         with _server(command, stderr=subprocess.PIPE) as server:
             assert server.stderr is not None
             found = (re.search(r" at 127\.0\.0\.1:(\d+)", line) for line in server.stderr)

@@ -5,7 +5,7 @@
 
 Nodes and client share the cores, and in some rows one disk, so the figures are ratios within the run. Nodes are processes, with
 data on tmpfs (/dev/shm) or on disk (--data). Client and nodes are on one host, so the client reads and writes through passed
-descriptors. In "wire" rows, nodes run with --no-near, and the bytes go through Arrow Flight.
+descriptors. In "wire" rows, nodes run with --no-fd-passing, and the bytes go through Arrow Flight.
 """
 
 from __future__ import annotations
@@ -175,7 +175,11 @@ def one_node(args: argparse.Namespace) -> None:
             reader.read_into(0, buffers[i % streams])
 
     found: dict[str, list[float]] = {}
-    with nodes(1, args.memory) as (near,), nodes(1, args.memory, "--no-near") as (far,), ThreadPoolExecutor(streams) as pool:
+    with (
+        nodes(1, args.memory) as (near,),
+        nodes(1, args.memory, "--no-fd-passing") as (far,),
+        ThreadPoolExecutor(streams) as pool,
+    ):
         for _ in range(3):
             rates = dict(zip(("bare put", "bare get"), bare(streams, files), strict=True))
             rates["storing"] = bare(1, files // 2, str(args.memory / "ckpt-bare"))[0]

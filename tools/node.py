@@ -83,7 +83,7 @@ def _service_spec(
         client_ca=None if access.tls_ca is None else read_authority(access.tls_ca),
         read_only=service.read_only,
         labels=parse_labels(service.domain),
-        pass_descriptors=not service.no_near,
+        pass_descriptors=not (service.no_fd_passing or service.no_near),
     )
     return ServiceSpec(
         data=service.data,

@@ -33,7 +33,8 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("--tls-ca", type=_FILE_TYPE, help="Require a certificate of this authority from clients, PEM."),
     click.option("--insecure", is_flag=True, help="Allow access from other hosts without token or TLS."),
     click.option("--read-only", is_flag=True, help="Refuse all writes."),
-    click.option("--no-near", is_flag=True, help="Serve clients on this host over the wire, too, without passing descriptors."),
+    click.option("--no-fd-passing", is_flag=True, help="Serve clients on this host over the wire, too; pass no descriptors."),
+    click.option("--no-near", is_flag=True, hidden=True),  # its former name
     click.option("--etcd", metavar="URL,…", help="Announce this node in etcd while it serves: http://host:2379,http://…"),
     click.option("--cluster", metavar="NAME", help="The cluster in which to announce the node. Needs --etcd."),
     click.option(
@@ -74,7 +75,9 @@ class ServiceOptions:
     domain: str
     capacity: int | None
     read_only: bool
+    no_fd_passing: bool
     no_near: bool
+    """The former name of `no_fd_passing`."""
     drain_seconds: float
 
 

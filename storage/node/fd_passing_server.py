@@ -120,7 +120,7 @@ class FdPassingServer:
         self._ready_peers: SimpleQueue[socket.socket | None] = SimpleQueue()
         try:
             for work in (self._accept_peers, *[self._serve_peers] * _THREADS):
-                start_or_raise(threading.Thread(target=work, name="ckpt-node-near", daemon=True), "clients of this host")
+                start_or_raise(threading.Thread(target=work, name="ckpt-node-fd", daemon=True), "clients of this host")
         except StoreError:
             self.close()
             raise

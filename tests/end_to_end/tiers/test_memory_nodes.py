@@ -257,7 +257,7 @@ serve_nodes()
 """The process of memory nodes, which gets no more threads while the file exists. It contains the beginning of their names."""
 
 
-@pytest.mark.parametrize("refused", ["", "ckpt-node-near", "ckpt-node-reaper"], ids=["all", "near", "reaper"])
+@pytest.mark.parametrize("refused", ["", "ckpt-node-fd", "ckpt-node-reaper"], ids=["all", "fd", "reaper"])
 def test_a_lack_of_threads_ends_no_memory_node(tmp_path: Path, refused: str) -> None:
     folder, limit = tmp_path / "memory", tmp_path / "limit"
     folder.mkdir()

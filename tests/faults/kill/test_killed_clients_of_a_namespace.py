@@ -137,7 +137,7 @@ def check_files_survive_failing_nodes(tmp_path: Path, point: str, number: int, a
     """
     redundancy, count = ("2x", 4) if number == 1 else ("3+2", 7)
     name, _, at = point.partition("@")
-    wire = [] if action == "kill" else ["--no-near"]
+    wire = [] if action == "kill" else ["--no-fd-passing"]
     points = [f"{name}={action}@{at or 1}" if i < number else "" for i in range(count)]
     nodes = [NodeProcess(tmp_path / f"n{i}", *wire, failpoints=point) for i, point in enumerate(points)]
     namespace = quick(nodes_config(nodes, redundancy=redundancy, deadline_seconds=5.0 if action == "kill" else 3.0))
@@ -179,7 +179,7 @@ def test_the_next_repair_completes_one_during_which_a_node_failed(tmp_path: Path
     """One disk is lost, and another node fails during the repair: all files stay readable, and the next repair completes it.
     Both are nodes with the most objects."""
     name, _, at = point.partition("@")
-    nodes = [NodeProcess(tmp_path / f"n{i}", "--no-near") for i in range(5)]
+    nodes = [NodeProcess(tmp_path / f"n{i}", "--no-fd-passing") for i in range(5)]
     namespace = quick(nodes_config(nodes, redundancy="3x", deadline_seconds=3.0))
     try:
         acknowledged = {f"f{i}": random_bytes([50_000, 3_000_000][i % 2], i) for i in range(4)}

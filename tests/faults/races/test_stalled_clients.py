@@ -136,7 +136,7 @@ def test_a_node_ends_by_a_signal_that_does_not_interrupt_its_wait(tmp_path: Path
 
 def test_a_node_ends_by_sigterm_despite_stalled_clients(tmp_path: Path) -> None:
     """The calls of clients without a deadline never end by themselves."""
-    node = NodeProcess(tmp_path / "data", "--no-near", "--drain-seconds", "0.5")
+    node = NodeProcess(tmp_path / "data", "--no-fd-passing", "--drain-seconds", "0.5")
     try:
         store = NodeStore(node.address)
         data = random_bytes(32 << 20)

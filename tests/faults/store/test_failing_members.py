@@ -74,7 +74,7 @@ def test_files_are_written_with_fewer_members_while_a_loss_is_tolerated(
 def test_a_file_survives_one_of_six_nodes_lost_before_its_commit(tmp_path: Path, lost: int) -> None:
     """When one node is lost, the file exists without it. When two are lost, it can't be written, and the commit raises an
     error."""
-    nodes = [NodeProcess(tmp_path / f"n{i}", "--no-near") for i in range(6)]
+    nodes = [NodeProcess(tmp_path / f"n{i}", "--no-fd-passing") for i in range(6)]
     namespace = quick(nodes_config(nodes, redundancy="4+2"))
     data = random_bytes(3_000_000, 1)
     try:

@@ -51,7 +51,7 @@ def record_node(folder: Path, monkeypatch: pytest.MonkeyPatch, left_out: str = "
         monkeypatch.setenv("CKPT_LOCAL_FILE_SYSTEMS", str(recording.mount))
         program = (str(PROGRAMS / "recorded_node.py"), left_out)
         # The client writes first through descriptors of the node, then over the wire.
-        for options, begin, end in ((), 0, NODE_RESTART), (("--no-near",), NODE_RESTART, len(NODE_CALLS)):
+        for options, begin, end in ((), 0, NODE_RESTART), (("--no-fd-passing",), NODE_RESTART, len(NODE_CALLS)):
             node = NodeProcess(recording.mount / NODE, *options, program=program)
             try:
                 recording.run(CLIENT, node.address, str(begin), str(end))

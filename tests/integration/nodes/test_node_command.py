@@ -68,7 +68,7 @@ def test_an_old_token_is_refused_after_its_replacement(tmp_path: Path, near: boo
 
 
 def test_the_node_command_serves_and_reports_metrics(tmp_path: Path) -> None:
-    node = NodeProcess(tmp_path / "data", "--domain", "rack=r1,host=h3", "--capacity", "1GB", "--no-near")
+    node = NodeProcess(tmp_path / "data", "--domain", "rack=r1,host=h3", "--capacity", "1GB", "--no-fd-passing")
     try:
         store = NodeStore(node.address)
         data = random_bytes(3 << 20)
@@ -91,7 +91,7 @@ def test_the_node_command_serves_and_reports_metrics(tmp_path: Path) -> None:
 
 
 def test_a_killed_node_restarts_without_partial_objects(tmp_path: Path) -> None:
-    node = NodeProcess(tmp_path / "data", "--no-near")
+    node = NodeProcess(tmp_path / "data", "--no-fd-passing")
     try:
         store = NodeStore(node.address, NodeCredentials(deadline_seconds=5))
         store.put("kept", b"1")
@@ -114,7 +114,7 @@ def test_a_killed_node_restarts_without_partial_objects(tmp_path: Path) -> None:
 
 def test_a_restarted_node_is_reached_at_once(tmp_path: Path) -> None:
     """This also holds for a client that was refused all the time: gRPC repeats the earlier refusal for up to a second."""
-    node = NodeProcess(tmp_path / "data", "--no-near")
+    node = NodeProcess(tmp_path / "data", "--no-fd-passing")
     store = NodeStore(node.address, NodeCredentials(deadline_seconds=5))
     ended = threading.Event()
 
@@ -143,7 +143,7 @@ def test_a_node_serves_on_ipv6(tmp_path: Path) -> None:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("no IPv6 here")
-    node = NodeProcess(tmp_path / "data", "--no-near", host="[::1]")
+    node = NodeProcess(tmp_path / "data", "--no-fd-passing", host="[::1]")
     try:
         store = NodeStore(node.address)
         store.put("a", b"1")
@@ -156,7 +156,7 @@ def test_a_node_serves_on_ipv6(tmp_path: Path) -> None:
 
 def test_a_node_logs_one_line_for_each_event(tmp_path: Path) -> None:
     """The events are refused calls, and an unexpected error with its traceback."""
-    node = NodeProcess(tmp_path / "data", "--no-near", failpoints="node.get=error")
+    node = NodeProcess(tmp_path / "data", "--no-fd-passing", failpoints="node.get=error")
     try:
         store = NodeStore(node.address, NodeCredentials(deadline_seconds=20))
         with pytest.raises(StoreError, match="see its log"):
@@ -275,7 +275,8 @@ def test_the_status_of_a_node_that_refuses_the_token_is_refused(tmp_path: Path) 
 
 def test_a_node_answers_although_nobody_reads_its_log(tmp_path: Path) -> None:
     port = free_port()
-    command = [sys.executable, "-m", "ckpt.tools.node", "--data", str(tmp_path), "--listen", f"127.0.0.1:{port}", "--no-near"]
+    options = ["--data", str(tmp_path), "--listen", f"127.0.0.1:{port}", "--no-fd-passing"]
+    command = [sys.executable, "-m", "ckpt.tools.node", *options]
     env = os.environ | {"CKPT_FAILPOINTS": "node.get=error"}
     store = NodeStore(f"127.0.0.1:{port}", NodeCredentials(deadline_seconds=300))
 

@@ -36,7 +36,7 @@ from ckpt.storage.testing import read_range, write_object
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets of abstract names are Linux's")
 
 
-@pytest.mark.parametrize("options", [(), ("--no-near",)])
+@pytest.mark.parametrize("options", [(), ("--no-fd-passing",), ("--no-near",)])
 def test_bytes_go_through_descriptors_unless_the_node_refuses(tmp_path: Path, options: tuple[str, ...]) -> None:
     node = NodeProcess(tmp_path / "data", *options)
     try:
