@@ -220,16 +220,18 @@ def load_step(repo: Repository, step: int, request: LoadRequest) -> Any:
     return load_checkpoint(functools.partial(open_agreed_checkpoint, repo, step, request.group), request)
 
 
-def load_newest(repo: Repository, strict: bool, request: LoadRequest, before: int | None = None) -> tuple[int, Any] | None:
+def load_newest(
+    repo: Repository, strict: bool, request: LoadRequest, restore_step_limit: int | None = None
+) -> tuple[int, Any] | None:
     """Load the newest complete step; return its number and the state, or None if no step is committed.
 
-    before: load the newest step below this number, if there is one.
+    restore_step_limit: load the newest step below this number, if there is one.
 
     A damaged step is skipped with a warning and a line in the log. Raises IntegrityError with `strict`, or if every step is
     damaged.
     """
     require_stack()
-    return load_newest_on_all_ranks(repo, strict, request, load_checkpoint, before)
+    return load_newest_on_all_ranks(repo, strict, request, load_checkpoint, restore_step_limit)
 
 
 def load_checkpoint(find: Callable[[], Checkpoint], request: LoadRequest) -> Any:

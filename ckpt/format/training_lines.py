@@ -76,15 +76,15 @@ class StepOrder:
         """Return the history of the newest step, oldest first, with the newest step as the last."""
         return tuple(step for step in self.steps if step not in self.abandoned and step not in self.set_aside)
 
-    def newest_first(self, before: int | None = None) -> list[int]:
+    def newest_first(self, restore_step_limit: int | None = None) -> list[int]:
         """Return all steps in the order in which a load tries them.
 
-        before: if given, steps of the history below this number precede all others.
+        restore_step_limit: if given, steps of the history below this number precede all others.
         """
         live = self.history()
         others = self.steps[: len(self.steps) - len(live)]
-        below = [step for step in live if before is None or step < before]
-        above = [step for step in live if before is not None and step >= before]
+        below = [step for step in live if restore_step_limit is None or step < restore_step_limit]
+        above = [step for step in live if restore_step_limit is not None and step >= restore_step_limit]
         return [*reversed(below), *reversed(above), *reversed(others)]
 
 

@@ -35,13 +35,13 @@ def load_newest_on_all_ranks(
     strict: bool,
     request: LoadRequest,
     load: Callable[[Callable[[], Checkpoint], LoadRequest], T],
-    before: int | None = None,
+    restore_step_limit: int | None = None,
 ) -> tuple[int, T] | None:
     """Load the newest complete step on all ranks; return its number and the state, or None if no step is committed.
 
     strict: raise the first damage, and try no other step.
     load: loads one checkpoint, given a function that opens it.
-    before: load the newest step below this number, if there is one.
+    restore_step_limit: load the newest step below this number, if there is one.
 
     Raises IntegrityError if every step is damaged, StoreError or RemoteStoreError if a step can't be read now, and StepNotFound
     if nothing exists at the URL.
@@ -52,7 +52,7 @@ def load_newest_on_all_ranks(
 
     def listed_steps() -> str:
         repo.check()
-        return json.dumps(repo.order().newest_first(before))
+        return json.dumps(repo.order().newest_first(restore_step_limit))
 
     if group.size > 1:
         group.meet_at(repo.store)
@@ -77,7 +77,7 @@ def load_newest_on_all_ranks(
                     damage[number] = error
         # A missing step means that another process saves and deletes, so it may have committed a newer step than `found`.
         if not missing:
-            return _finish_fallback(repo, found, damage, before)
+            return _finish_fallback(repo, found, damage, restore_step_limit)
         tried_and_present = {*numbers} - missing
         relisted: list[int] = json.loads(broadcast_from_rank_0(group, listed_steps))
         if found is None and not {*relisted} <= {*numbers}:
@@ -85,7 +85,7 @@ def load_newest_on_all_ranks(
             continue
         newer = relisted[: relisted.index(found[0])] if found is not None and found[0] in relisted else relisted
         if not _has_committed(repo, [number for number in newer if number not in tried_and_present], group):
-            return _finish_fallback(repo, found, damage, before)
+            return _finish_fallback(repo, found, damage, restore_step_limit)
         numbers = relisted
 
 
@@ -106,7 +106,7 @@ def _has_committed(repo: Repository, steps: Sequence[int], group: Group) -> bool
 
 
 def _finish_fallback(
-    repo: Repository, found: tuple[int, T] | None, damage: dict[int, IntegrityError], before: int | None
+    repo: Repository, found: tuple[int, T] | None, damage: dict[int, IntegrityError], restore_step_limit: int | None
 ) -> tuple[int, T] | None:
     """Warn of the skipped damaged steps, mark them as damaged, and return `found`. Raise IntegrityError if all are damaged."""
     mark_damaged_in_all_tiers(repo, damage)
@@ -120,7 +120,8 @@ def _finish_fallback(
         raise type(newest)(f"every step of {repo.url} is damaged ({damaged}); the newest: {newest}") from newest
     for number, skipped in damage.items():
         assert found is not None
-        loaded = "the older step" if before is None or found[0] < before else "step"  # there may be no step below `before`
+        is_older = restore_step_limit is None or found[0] < restore_step_limit  # there may be no step below the limit
+        loaded = "the older step" if is_older else "step"
         message = f"step {number} is damaged, so {loaded} {found[0]} was loaded: {skipped}"
         log.error(message)
         warn_user(message)

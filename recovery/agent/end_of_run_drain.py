@@ -58,7 +58,7 @@ class SharedMemoryDrain:
     def _drain(self) -> None:
         run_state = self._log.run_state
         urls = [namespace.url() for namespace in run_state.memory if namespace.nodes]
-        report = local.drain_urls(urls, rolled_back=run_state.before is not None)
+        report = local.drain_urls(urls, rolled_back=run_state.restore_step_limit is not None)
         failpoint("agent.drain")
         kept = run_state.memory if report.has_failed else ()
         self._log.append([draft_memory(run_state, kept, report.text or "no step was only in memory")])

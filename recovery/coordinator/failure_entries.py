@@ -78,7 +78,7 @@ def draft_failure_and_decision(view: DecisionInput, failure: Failure) -> list[Dr
 def draft_decisions(view: DecisionInput, failures: Sequence[Failure]) -> list[Draft]:
     """Return the entry with the decision after these failures, the last of which is new."""
     run_state = view.run_state
-    decision = decide(failures, run_state.budget, run_state.skip, run_state.before)
+    decision = decide(failures, run_state.budget, run_state.skip, run_state.restore_step_limit)
     asked = max((r.leaving for r in view.living.values()), default=0)
     status = 128 + asked if failures[-1].cause == "asked" and asked else int(failures[-1].cause != "asked")
     return [draft_decision(run_state.attempt, decision, status)]

@@ -171,7 +171,7 @@ def _draft_while_running(view: DecisionInput) -> list[Draft]:
         return [draft_stop_request(run_state, reports, reason)]
     drafts = [*_draft_fallback_note(run_state, reports), *_draft_spares_note(view), *_draft_straggler_entries(view, reports)]
     newest_known_step = max(
-        run_state.newest.step, run_state.saved, -1 if run_state.before is None else run_state.budget.best_step
+        run_state.newest.step, run_state.saved, -1 if run_state.restore_step_limit is None else run_state.budget.best_step
     )
     if memory_placement.is_newer(run_state.memory, reports, newest_known_step) and not run_state.other_job:
         text = "the steps in the memory of earlier attempts are not needed any more"
@@ -182,7 +182,7 @@ def _draft_while_running(view: DecisionInput) -> list[Draft]:
 def _draft_fallback_note(run_state: RunState, reports: Sequence[AgentReport]) -> list[Draft]:
     """Return a note if the attempt resumed from an older step than the newest saved one, without a decision to do so."""
     restored = max((report.restored for report in reports), default=-1)
-    is_expected = run_state.restored is not None or run_state.before is not None
+    is_expected = run_state.restored is not None or run_state.restore_step_limit is not None
     if is_expected or not 0 <= restored < run_state.committed:
         return []
     text = (

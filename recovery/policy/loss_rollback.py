@@ -31,21 +31,21 @@ class RollBack:
     reason: str
     skip: Ranges = ()
     """All batches to skip from now on, with those of earlier roll-backs."""
-    before: int | None = None
+    restore_step_limit: int | None = None
     """Restore a step below this one if there is one, until an attempt has committed this step or a later one again."""
-    limit: float | None = None
+    loss_limit: float | None = None
     """The loss above which a rank reports a bad loss, until it has seen enough losses to judge by itself."""
 
 
-def rollback_environment(skip: Ranges, before: int | None, limit: float | None) -> dict[str, str]:
+def rollback_environment(skip: Ranges, restore_step_limit: int | None, loss_limit: float | None) -> dict[str, str]:
     """Return the environment variables that make a rank skip batches, limit the step to restore and limit the loss."""
     variables = {}
     if skip:
         variables[SKIP_VARIABLE] = format_ranges(skip)
-    if before is not None:
-        variables[RESTORE_STEP_LIMIT_VARIABLE] = str(before)
-    if limit is not None:
-        variables[loss_spikes.LIMIT_VARIABLE] = repr(limit)
+    if restore_step_limit is not None:
+        variables[RESTORE_STEP_LIMIT_VARIABLE] = str(restore_step_limit)
+    if loss_limit is not None:
+        variables[loss_spikes.LIMIT_VARIABLE] = repr(loss_limit)
     return variables
 
 
@@ -58,9 +58,9 @@ def roll_back(history: Sequence[BadLoss], skip: Ranges = ()) -> RollBack:
     last = history[-1]
     times = sum(abs(_batch_number(bad) - _batch_number(last)) <= _SAME_PLACE_BATCHES for bad in history)
     what = _describe_loss(last)
-    limit = last.limit if last.kind == "spike" else None
+    loss_limit = last.limit if last.kind == "spike" else None
     if times == 1:
-        return RollBack("retry", f"{what}; the same batches are tried again", skip, None, limit)
+        return RollBack("retry", f"{what}; the same batches are tried again", skip, None, loss_limit)
     if times > MAX_SKIPS + 1:
         reason = (
             f"{what}; the {_ordinal(times)} time there, and batches {format_ranges(skip)} were skipped: look at the "
@@ -72,7 +72,7 @@ def roll_back(history: Sequence[BadLoss], skip: Ranges = ()) -> RollBack:
     first, end = max(0, _batch_number(last) - reach), _batch_number(last) + reach - 1
     now = merge_ranges([*skip, (first, end)])
     reason = f"{what}; the {_ordinal(times)} time there: batches {first} to {end} are skipped"
-    return RollBack("skip", reason, now, max(0, last.step - reach), limit)
+    return RollBack("skip", reason, now, max(0, last.step - reach), loss_limit)
 
 
 def _batch_number(bad: BadLoss) -> int:

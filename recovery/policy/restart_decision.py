@@ -57,11 +57,11 @@ class Decision:
     action: Literal["restart", "halt"]
     reason: str
     wait_seconds: float = 0.0
-    before: int | None = None
+    restore_step_limit: int | None = None
     """Restore a step before this one, because this step and later ones may be bad."""
     skip: Ranges | None = None
     """Batches to skip from now on; None: the same batches as before."""
-    limit: float | None = None
+    loss_limit: float | None = None
     """The loss above which a rank reports a bad loss, until it has seen enough losses to judge by itself."""
     budget: Budget = Budget()
 
@@ -80,39 +80,40 @@ MAX_REPEATED_FAILURES = 3
 restarted from older and older steps."""
 
 
-def next_restore_step_limit(before: int | None, failure: Failure, budget: Budget) -> int | None:
+def next_restore_step_limit(restore_step_limit: int | None, failure: Failure, budget: Budget) -> int | None:
     """Return the step below which to restore after one more failure; None: restore the newest step.
 
     If a roll-back did not go back far enough, the steps committed after it may be as bad as those that they replace. They are
     trusted unless the program failed by itself soon after them. Later steps, left from before the roll-back, are not trusted
     until a step newer than all earlier ones is committed.
 
-    before: the limit that held for the failed attempt.
+    restore_step_limit: the limit that held for the failed attempt.
     failure: how that attempt ended.
     budget: the budget before that failure.
     """
-    if before is None or failure.committed < before:
-        return before
+    if restore_step_limit is None or failure.committed < restore_step_limit:
+        return restore_step_limit
     if failure.committed > budget.best_step:
         return None
     is_soon_after_commit = failure.step - failure.committed <= SOON_STEPS
-    return before if failure.is_of_program and is_soon_after_commit else failure.committed + 1
+    return restore_step_limit if failure.is_of_program and is_soon_after_commit else failure.committed + 1
 
 
-def decide(failures: Sequence[Failure], budget: Budget, skip: Ranges = (), before: int | None = None) -> Decision:
+def decide(failures: Sequence[Failure], budget: Budget, skip: Ranges = (), restore_step_limit: int | None = None) -> Decision:
     """Return what to do after the last of these failures.
 
     failures: all failures of the run, the oldest first.
     budget: the budget before the last failure.
     skip: the batches that are already skipped.
-    before: the step below which the last attempt had to restore; None if it was not limited.
+    restore_step_limit: the step below which the last attempt had to restore; None if it was not limited.
     """
-    after = budget.after(failures[-1], was_rolled_back=before is not None)
-    return replace(_decide(failures, after, skip, next_restore_step_limit(before, failures[-1], budget)), budget=after)
+    after = budget.after(failures[-1], was_rolled_back=restore_step_limit is not None)
+    limit = next_restore_step_limit(restore_step_limit, failures[-1], budget)
+    return replace(_decide(failures, after, skip, limit), budget=after)
 
 
-def _decide(failures: Sequence[Failure], budget: Budget, skip: Ranges, before: int | None) -> Decision:
-    """Return the decision without its budget. budget, before: those after the last failure."""
+def _decide(failures: Sequence[Failure], budget: Budget, skip: Ranges, restore_step_limit: int | None) -> Decision:
+    """Return the decision without its budget. budget, restore_step_limit: those after the last failure."""
     last = failures[-1]
     what = f"{describe_failure(last.ranks, last.detail, last.host)} {_describe_step(last)}"
     advice = f"look at {last.log or 'the log'}"
@@ -127,7 +128,13 @@ def _decide(failures: Sequence[Failure], budget: Budget, skip: Ranges, before: i
     if last.bad is not None and budget.restarts_left >= 0:
         rollback = roll_back([failure.bad for failure in failures if failure.bad is not None], skip)
         action: Literal["restart", "halt"] = "halt" if rollback.action == "halt" else "restart"
-        return Decision(action, rollback.reason, before=rollback.before, skip=rollback.skip, limit=rollback.limit)
+        return Decision(
+            action,
+            rollback.reason,
+            restore_step_limit=rollback.restore_step_limit,
+            skip=rollback.skip,
+            loss_limit=rollback.loss_limit,
+        )
     alike = _count_alike(failures)
     restored_older = len(failures) > 1 and last.restored < failures[-2].restored
     if (
@@ -149,9 +156,11 @@ def _decide(failures: Sequence[Failure], budget: Budget, skip: Ranges, before: i
         blame = "it failed twice soon after it"
     if blame and budget.failures_without_progress >= MAX_REPEATED_FAILURES - 1 and last.restored > 0:
         source = f"from a step before {last.restored}, which may be the reason: {blame}"
-        return Decision("restart", f"{what}; all ranks start again {source}", wait_seconds=wait, before=last.restored)
+        return Decision(
+            "restart", f"{what}; all ranks start again {source}", wait_seconds=wait, restore_step_limit=last.restored
+        )
     source = (
-        f"from a step before {before}" if before is not None
+        f"from a step before {restore_step_limit}" if restore_step_limit is not None
         else f"from the newest saved step ({last.committed} or later)" if last.committed >= 0
         else "from the newest saved step, if there is one"
     )  # fmt: skip

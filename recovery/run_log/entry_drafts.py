@@ -86,7 +86,7 @@ def draft_failure(attempt: int, failure: Failure) -> Draft:
 def draft_decision(attempt: int, decision: Decision, status: int) -> Draft:
     """Return the draft of a decision. status: the exit status of the run, if the decision is to halt."""
     facts: dict[str, object] = {"action": decision.action, "wait": decision.wait_seconds}
-    facts |= {"before": decision.before, "skip": decision.skip, "limit": decision.limit}
+    facts |= {"before": decision.restore_step_limit, "skip": decision.skip, "limit": decision.loss_limit}
     if decision.action == "halt":
         facts["status"] = status
     return Draft(attempt, "decision", decision.reason, facts)

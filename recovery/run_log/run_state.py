@@ -51,9 +51,9 @@ class RunState:
     budget: Budget = field(default_factory=Budget)
     skip: Ranges = ()
     """The batches that are skipped."""
-    before: int | None = None
+    restore_step_limit: int | None = None
     """Restore a step before this one, until this step and later ones are committed again and trusted."""
-    limit: float | None = None
+    loss_limit: float | None = None
     """The loss above which a rank reports a bad loss, until it has seen enough losses to judge by itself."""
     saved: int = -1
     """The newest step of the run before this one, if it had the same command and `--dir`; -1 unknown."""
@@ -99,7 +99,7 @@ class RunState:
         """The environment variables of the next attempt's ranks that follow from earlier attempts."""
         failed = [failure.ran_seconds for failure in self.failures if failure.cause not in PLANNED_CAUSES]
         ran = sum(failure.ran_seconds for failure in self.failures)
-        return rollback_environment(self.skip, self.before, self.limit) | {
+        return rollback_environment(self.skip, self.restore_step_limit, self.loss_limit) | {
             MTBF_VARIABLE: str(posterior_mtbf_seconds(ran, len(failed)))
         }
 
@@ -178,7 +178,7 @@ def _apply_run(run_state: RunState, entry: LogEntry) -> RunState:
     spec, newest = facts.spec, run_state.newest
     same = run_state.spec is not None and _job(run_state.spec) == _job(spec)
     if facts.cut_off is not None:
-        newest = newest.after(facts.cut_off.as_failure(), _current_memory(run_state), run_state.before is not None)
+        newest = newest.after(facts.cut_off.as_failure(), _current_memory(run_state), run_state.restore_step_limit is not None)
     others = run_state.newest_of_others if same else (*run_state.newest_of_others, newest.memory)
     return RunState(
         entry.number,
@@ -202,9 +202,9 @@ def _apply_start(run_state: RunState, entry: LogEntry) -> RunState:
 
 def _apply_failure(run_state: RunState, entry: LogEntry) -> RunState:
     failure = failure_of(entry)
-    before = next_restore_step_limit(run_state.before, failure, run_state.budget)
-    newest = run_state.newest.after(failure, _current_memory(run_state), run_state.before is not None)
-    return replace(run_state, failures=(*run_state.failures, failure), before=before, newest=newest)
+    restore_step_limit = next_restore_step_limit(run_state.restore_step_limit, failure, run_state.budget)
+    newest = run_state.newest.after(failure, _current_memory(run_state), run_state.restore_step_limit is not None)
+    return replace(run_state, failures=(*run_state.failures, failure), restore_step_limit=restore_step_limit, newest=newest)
 
 
 def _apply_decision(run_state: RunState, entry: LogEntry) -> RunState:
@@ -212,9 +212,9 @@ def _apply_decision(run_state: RunState, entry: LogEntry) -> RunState:
     facts = facts_of(entry, DecisionFacts)
     return replace(
         run_state,
-        budget=run_state.budget.after(run_state.failures[-1], run_state.before is not None),
-        before=run_state.before if facts.before is None else facts.before,
-        limit=run_state.limit if facts.limit is None else facts.limit,
+        budget=run_state.budget.after(run_state.failures[-1], run_state.restore_step_limit is not None),
+        restore_step_limit=run_state.restore_step_limit if facts.before is None else facts.before,
+        loss_limit=run_state.loss_limit if facts.limit is None else facts.limit,
         skip=run_state.skip if facts.skip is None else facts.skip,
     )
 

@@ -106,4 +106,4 @@ def page_of(beats: list[RankHeartbeat]) -> list[BadLoss | None]:
 
 def rollback_variables(decision: RollBack) -> dict[str, str]:
     """Return the variables that a decision sets for the ranks of the next attempt."""
-    return rollback_environment(decision.skip, decision.before, decision.limit)
+    return rollback_environment(decision.skip, decision.restore_step_limit, decision.loss_limit)

@@ -266,7 +266,7 @@ class World:
 
     def start_ranks(self, host: str, run_state: RunState, environment: dict[str, str]) -> Training:
         """Start the ranks of a host in an attempt."""
-        assert run_state.before is None, "nothing that the simulation lets fail is a reason to roll back"
+        assert run_state.restore_step_limit is None, "nothing that the simulation lets fail is a reason to roll back"
         members = tuple(member.name for member in run_state.attempt_hosts)
         for other in self.hosts.values():
             has_returned = (

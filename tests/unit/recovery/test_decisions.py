@@ -43,7 +43,7 @@ def test_a_step_that_fails_twice_is_passed_over() -> None:
         failures.append(failure("a", committed=9, step=9))
         decision = decide(failures, budget)
         budget = decision.budget
-        decisions.append((decision.action, decision.before))
+        decisions.append((decision.action, decision.restore_step_limit))
     assert decisions == [("restart", None), ("restart", None), ("restart", 9), ("halt", None)]
 
 
@@ -56,7 +56,7 @@ def test_steps_that_fail_soon_after_a_restore_are_passed_over() -> None:
         failures.append(failure("a", committed, step=step))
         decision = decide(failures, budget)
         budget = decision.budget
-        decisions.append((decision.action, decision.before))
+        decisions.append((decision.action, decision.restore_step_limit))
     assert [before for _, before in decisions] == [None, None, 9, None, 4, None, None]
     assert {action for action, _ in decisions} == {"restart"}
 
@@ -81,13 +81,13 @@ def restore_points(failing_steps: Iterable[int], every: int, spoiled: int, oldes
             last = max((n for n in saved if restored <= n < failing_step), default=-1)
             continued_from.append(restored)
             fail = failure("a", last, step=failing_step, restored=restored)
-            decision = decide([*run_state.failures, fail], run_state.budget, (), run_state.before)
-            facts = {"action": decision.action, "before": decision.before}
+            decision = decide([*run_state.failures, fail], run_state.budget, (), run_state.restore_step_limit)
+            facts = {"action": decision.action, "before": decision.restore_step_limit}
             run_state = written(run_state, entry_drafts.draft_failure(0, fail), Draft(0, "decision", decision.reason, facts))
             if decision.action == "halt":
                 return [*continued_from, -2]
             kept = [n for n in saved if n >= oldest]
-            older = [n for n in kept if run_state.before is None or n < run_state.before]
+            older = [n for n in kept if run_state.restore_step_limit is None or n < run_state.restore_step_limit]
             restored = max(older or kept, default=-1)
     return [*continued_from, restored]
 
@@ -104,9 +104,9 @@ def test_kills_are_not_blamed_on_a_step() -> None:
     run_state = replace(RunState(), budget=Budget(best_step=9))
     kill = replace(failure("a", 9, "signal", step=9), detail="was killed by SIGKILL")
     for _ in range(2):
-        decision = decide([*run_state.failures, kill], run_state.budget, (), run_state.before)
-        assert (decision.action, decision.before) == ("restart", None)
-        facts = {"action": decision.action, "before": decision.before}
+        decision = decide([*run_state.failures, kill], run_state.budget, (), run_state.restore_step_limit)
+        assert (decision.action, decision.restore_step_limit) == ("restart", None)
+        facts = {"action": decision.action, "before": decision.restore_step_limit}
         run_state = written(run_state, entry_drafts.draft_failure(0, kill), Draft(0, "decision", decision.reason, facts))
 
 
@@ -123,13 +123,14 @@ def test_lost_hosts_use_up_the_restarts_and_pass_over_no_step() -> None:
 
 def test_a_step_from_before_a_roll_back_is_not_restored_after_a_kill() -> None:
     """A roll-back went to 19, and 24 was computed again: 24 is restored, and not the 29 from before the roll-back."""
-    run_state = replace(RunState(), before=24, budget=Budget(best_step=29))
+    run_state = replace(RunState(), restore_step_limit=24, budget=Budget(best_step=29))
     kill = replace(failure("a", 24, "signal", step=26, restored=19), detail="was killed by SIGKILL")
     assert next_restore_step_limit(24, kill, run_state.budget) == 25
     assert "from a step before 25" in decide([kill], run_state.budget, (), 24).reason
     after = written(run_state, entry_drafts.draft_failure(0, kill))
-    assert after.before == 25
-    assert next_restore_step_limit(after.before, kill, run_state.budget) == 25, "another coordinator decides the same"
+    assert after.restore_step_limit == 25
+    again = next_restore_step_limit(after.restore_step_limit, kill, run_state.budget)
+    assert again == 25, "another coordinator decides the same"
 
 
 def test_memory_that_a_roll_back_may_need_is_kept() -> None:
@@ -159,13 +160,13 @@ def test_a_program_that_fails_at_one_step_is_given_up() -> None:
 
 def test_steps_computed_again_are_trusted_unless_the_job_failed_again() -> None:
     """They are, where the job was ended from outside. Steps from before count again once the job got further than ever."""
-    run_state = replace(RunState(), before=24, budget=Budget(best_step=29))
+    run_state = replace(RunState(), restore_step_limit=24, budget=Budget(best_step=29))
     for committed, cause, before in [
         (34, "exit", None), (29, "exit", 24), (24, "lost", 25), (19, "lost", 24), (29, "diverged", 30)
     ]:  # fmt: skip
         failed = failure("a", committed, cause, 33, restored=19)
         assert next_restore_step_limit(24, failed, run_state.budget) == before
-        assert written(run_state, entry_drafts.draft_failure(0, failed)).before == before
+        assert written(run_state, entry_drafts.draft_failure(0, failed)).restore_step_limit == before
 
 
 @pytest.mark.parametrize(("cause", "steps"), [("lost", 1), ("stopped", 1), ("out of memory", 1), ("exit", 100), ("hang", 100)])
@@ -176,7 +177,7 @@ def test_a_step_is_not_blamed_for_late_failures_or_those_from_outside(cause: str
         failures.append(failure("a", committed=9, cause=cause, step=9 + steps + attempt))
         decision = decide(failures, budget)
         budget = decision.budget
-        assert (decision.action, decision.before) == ("restart", None)
+        assert (decision.action, decision.restore_step_limit) == ("restart", None)
 
 
 @pytest.mark.parametrize(("name", "before"), [("SIGKILL", None), ("SIGSEGV", 9), ("SIGABRT", 9)])
@@ -186,4 +187,4 @@ def test_a_step_may_be_blamed_for_a_crash(name: str, before: int | None) -> None
     for attempt in range(3):
         decision = decide(crashes[: attempt + 1], budget)
         budget = decision.budget
-    assert decision.before == before
+    assert decision.restore_step_limit == before

@@ -29,10 +29,10 @@ def test_a_bad_batch_is_retried_once_then_more_batches_are_skipped() -> None:
         actions.append(decision.action)
         if decision.action == "skip":
             assert all(is_in_ranges(decision.skip, n) for n in (119 + attempt, 120 + attempt))
-            assert decision.before is not None
-            assert decision.before < 120 + attempt
+            assert decision.restore_step_limit is not None
+            assert decision.restore_step_limit < 120 + attempt
             assert parse_ranges(rollback_variables(decision)[SKIP_VARIABLE]) == decision.skip
-            assert rollback_variables(decision)[RESTORE_STEP_LIMIT_VARIABLE] == str(decision.before)
+            assert rollback_variables(decision)[RESTORE_STEP_LIMIT_VARIABLE] == str(decision.restore_step_limit)
             width = [last - first for first, last in (*skip, *decision.skip)]
             assert width == sorted(width), "each time at least as many batches"
         skip = decision.skip

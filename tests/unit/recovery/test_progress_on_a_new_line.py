@@ -34,7 +34,7 @@ def test_a_step_number_fills_the_budget_once() -> None:
 
 def test_a_job_that_ckpt_run_rolled_back_must_get_further_than_ever() -> None:
     budget = Budget(5, 4, failures_without_progress=2, best_step=130, restored=130)
-    now = decide([failure(115, 114, line=1, restored=110)], budget, before=111).budget
+    now = decide([failure(115, 114, line=1, restored=110)], budget, restore_step_limit=111).budget
     assert (now.restarts_left, now.failures_without_progress, now.best_step) == (3, 3, 130)
 
 

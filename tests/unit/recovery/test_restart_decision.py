@@ -96,7 +96,7 @@ def test_the_text_says_from_where_the_ranks_start_again() -> None:
         "; all ranks start again from the newest saved step (0 or later)"
     )
     assert decide([replace(EXIT, step=0)], Budget()).reason.startswith("rank 1 exited with status 1 after step 0; ")
-    assert decide([EXIT], Budget(), before=9).reason.endswith("; all ranks start again from a step before 9")
+    assert decide([EXIT], Budget(), restore_step_limit=9).reason.endswith("; all ranks start again from a step before 9")
 
 
 @pytest.mark.parametrize(
@@ -111,19 +111,19 @@ def test_a_step_after_which_the_program_fails_again_is_passed_over(steps: tuple[
     *_, last = decisions([replace(EXIT, step=step) for step in steps])
     source = f"all ranks start again from a step before 4, which may be the reason: {blame}"
     assert last.reason == f"rank 1 exited with status 1 after step {steps[-1]}; {source}"
-    assert (last.before, last.wait_seconds) == (4, 0.5)
+    assert (last.restore_step_limit, last.wait_seconds) == (4, 0.5)
 
 
 def test_a_place_that_fails_again_after_an_older_step_is_reached_from_a_still_older_one() -> None:
     same = [replace(EXIT, step=100)] * 3
     made = decisions([*same, replace(EXIT, step=100, restored=2)])
-    assert [one.before for one in made] == [None, None, 4, 2]
+    assert [one.restore_step_limit for one in made] == [None, None, 4, 2]
     assert made[-1].reason.endswith("from a step before 2, which may be the reason: it failed 4 times at the same place")
 
 
 def test_no_step_before_the_first_one_is_asked_for() -> None:
     *_, last = decisions([replace(EXIT, step=1, committed=0, restored=0)] * 4)
-    assert (last.action, last.before) == ("halt", None)
+    assert (last.action, last.restore_step_limit) == ("halt", None)
 
 
 def test_bad_losses_at_one_place_skip_more_batches_and_then_end_the_run() -> None:
@@ -134,8 +134,8 @@ def test_bad_losses_at_one_place_skip_more_batches_and_then_end_the_run() -> Non
         made.append(decide([spike] * count, made[-1].budget if made else Budget(), skip))
     assert [one.action for one in made] == ["restart", "restart", "restart", "restart", "halt"]
     assert [one.skip for one in made] == [(), ((40, 41),), ((37, 44),), ((25, 56),), ((25, 56),)]
-    assert [one.before for one in made] == [None, 39, 36, 24, None]
-    assert [one.limit for one in made] == [2.5, 2.5, 2.5, 2.5, None]
+    assert [one.restore_step_limit for one in made] == [None, 39, 36, 24, None]
+    assert [one.loss_limit for one in made] == [2.5, 2.5, 2.5, 2.5, None]
     assert made[0].reason == "the loss of step 40 (batch 41) jumped to 9, above 2.5; the same batches are tried again"
 
 
@@ -191,7 +191,7 @@ def test_a_program_that_went_back_by_itself_makes_progress_once_for_a_restored_s
     assert worn.after(replace(again, line=1)) == Budget(10, 1, 5, 8, 1, 4)
     assert worn.after(replace(again, line=0)).line == 1
     assert decide([again], worn).budget == worn.after(again)
-    assert decide([again], worn, before=9).budget == worn.after(again, was_rolled_back=True)
+    assert decide([again], worn, restore_step_limit=9).budget == worn.after(again, was_rolled_back=True)
 
 
 # --- the limit of the restored step ----------------------------------------------------------------------------

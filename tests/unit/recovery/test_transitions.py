@@ -201,7 +201,7 @@ def test_a_restore_of_an_older_step_than_the_saved_one_is_noted() -> None:
     drafts = draft_next_entries(run.view())
     assert [(draft.kind, draft.facts) for draft in drafts] == [("note", {"restored": 20})]
     assert drafts[0].text.startswith("the ranks continue from step 20, although step 25 was saved")
-    before = replace(run.view(), run_state=replace(run.run_state, before=25))
+    before = replace(run.view(), run_state=replace(run.run_state, restore_step_limit=25))
     assert draft_next_entries(before) == []
     run.append(len(run.log), drafts)
     assert draft_next_entries(run.view()) == []

@@ -19,7 +19,7 @@ def test_a_roll_back_makes_the_later_steps_older_than_all_others() -> None:
     assert order.steps == (120, 130, 100, 110, 111, 112)
     assert (order.abandoned, order.set_aside) == ({120, 130}, frozenset())
     assert order.newest_first() == [112, 111, 110, 100, 130, 120]
-    assert order.newest_first(before=111) == [110, 100, 112, 111, 130, 120]
+    assert order.newest_first(restore_step_limit=111) == [110, 100, 112, 111, 130, 120]
 
 
 def test_a_second_roll_back_behind_the_first_abandons_both_lines() -> None:
