@@ -98,10 +98,14 @@ class CommitRecord:
         return [f.name for f in (*self.manifests, *self.trees, *self.packs)]
 
     @property
+    def attempt_name(self) -> str:
+        """The name of the attempt of rank 0 that saved the step; "" if the record names no manifest."""
+        return self.manifests[0].name.rpartition("/")[2].partition(".")[0] if self.manifests else ""
+
+    @property
     def save_order(self) -> tuple[int, int]:
         """The generation and serial number in the names of the step's files; a later save of the step has a larger pair."""
-        attempt = self.manifests[0].name.rpartition("/")[2].partition(".")[0] if self.manifests else ""
-        serial = attempt.rpartition("-")[2]
+        serial = self.attempt_name.rpartition("-")[2]
         return self.generation, int(serial) if serial.isdecimal() else 0
 
 

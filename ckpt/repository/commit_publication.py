@@ -28,6 +28,8 @@ def publish_commit(
 
     require_replaceable: raises if the existing record must stay; it gets None for a damaged record.
 
+    After an error, the record may still be written later, so it stays among `WriterLease.unsettled_commits`.
+
     Raises Fenced if this writer does not have the newest lease before and after; the step may still exist, complete. Raises
     Unavailable if another writer changes the record each time.
     """
@@ -40,6 +42,7 @@ def publish_commit(
             raise Unavailable(f"{repo.url}/{name} was not published in time; save again")
         lease.require_newest()
 
+    lease.begin_publication(commit)
     with lease.publish_lock:
         for _ in range(MAX_TRIES):
             try:
@@ -62,6 +65,7 @@ def publish_commit(
             raise Unavailable(f"{repo.url}/{name} changes all the time; let one job save there")
     failpoint("save.published")
     lease.require_newest()
+    lease.settle(commit.attempt_name)
 
 
 def _decode_undamaged(data: bytes, where: str) -> CommitRecord | None:
@@ -79,14 +83,14 @@ def settle_attempt(repo: Repository, lease: WriterLease, attempt: Attempt) -> bo
 
     Raises NotFound if the whole repository was removed, so that nothing is written there.
     """
-    is_certain = attempt.name not in lease.unsettled_attempts() or repo.store.revoke(commit_name(attempt.step))
+    is_certain = attempt.name not in lease.unsettled_commits() or repo.store.revoke(commit_name(attempt.step))
     try:
         is_committed = any(map(attempt.has_file, repo.commit(attempt.step).files()))  # the manifests are those of rank 0
     except (StepNotFound, NotFound):
         repo.identity()
         is_committed = False
     if is_committed or is_certain:
-        lease.settle(attempt)
+        lease.settle(attempt.name)
     return is_committed
 
 
@@ -98,6 +102,6 @@ def delete_files(repo: Repository, lease: WriterLease, attempt: Attempt) -> None
     """
     listed = repo.store.list(step_folder(attempt.step))
     names = [e.name for e in listed if attempt.has_file(e.name) and not e.name.endswith("-failed.json")]
-    if attempt.name not in lease.unsettled_attempts():
+    if attempt.name not in lease.unsettled_commits():
         lease.require_newest()  # after the record was read: nobody else has changed it until then
         repo.store.delete(names)

@@ -292,17 +292,17 @@ def _only_uncommittable(repo: Repository, lease: WriterLease, leftovers: list[st
     """Return those of the leftover files that no writer can commit any more.
 
     A fenced writer may be paused right before it writes the commit record of an attempt. A request of this writer to write one
-    may have got no answer. Such a write must be made to fail before a file of the attempt is deleted.
+    may have got no answer. Such a write must be made to fail before a file that the record names is deleted.
     """
-    names_by_step: dict[int, list[str]] = {}
-    unsettled, unsettled_steps = lease.unsettled_attempts(), set[int]()
+    names_by_step: dict[int, set[str]] = {}
     for name in leftovers:
-        if (found := _ATTEMPT_FILE.fullmatch(name)) is None:
-            continue
-        if int(found["generation"]) < lease.generation or found["attempt"] in unsettled:
-            names_by_step.setdefault(step_of_file(name), []).append(name)
-        if found["attempt"] in unsettled:
-            unsettled_steps.add(step_of_file(name))
+        if (found := _ATTEMPT_FILE.fullmatch(name)) is not None and int(found["generation"]) < lease.generation:
+            names_by_step.setdefault(step_of_file(name), set()).add(name)
+    unsettled_steps: set[int] = set()
+    for commit in lease.unsettled_commits().values():
+        if names := {*leftovers}.intersection(commit.files()):  # also packs of other steps
+            names_by_step.setdefault(commit.step, set()).update(names)
+            unsettled_steps.add(commit.step)
     spared: set[str] = set()
     has_unread_record = False
     for step, names in names_by_step.items():

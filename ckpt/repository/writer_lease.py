@@ -21,6 +21,7 @@ from dataclasses import asdict
 
 from ckpt.errors import Fenced, RepositoryBusy
 from ckpt.format import json_records
+from ckpt.format.json_records import CommitRecord
 from ckpt.groups.process_identity import ProcessIdentity, is_alive, this_process
 from ckpt.repository.attempt import Attempt, AttemptSeries, SerialCounter
 from ckpt.repository.file_names import FOLDERS
@@ -69,8 +70,8 @@ class WriterLease:
         """The pinned packs of each attempt that has not ended, by its name."""
         self._active_steps: dict[str, int] = {}
         """The step of each of these attempts."""
-        self._unsettled_attempts: dict[str, int] = {}
-        """The step of each attempt whose publication may still take effect, by its name."""
+        self._unsettled_commits: dict[str, CommitRecord] = {}
+        """The commit records whose publication may still take effect, by the name of the attempt that saved the step."""
         self._watched_steps: list[list[int]] = []
         """Lists to which each attempt that begins adds its step, see `_watch_steps`."""
         self._user_count = 0
@@ -150,7 +151,7 @@ class WriterLease:
         An attempt may begin and end while the committed steps are listed, and then be in no list but this one.
         """
         with self._lock:
-            steps = [-1, *self._active_steps.values(), *self._unsettled_attempts.values()]
+            steps = [-1, *self._active_steps.values(), *(each.step for each in self._unsettled_commits.values())]
             self._watched_steps = [*self._watched_steps, steps]
         try:
             yield steps
@@ -179,20 +180,20 @@ class WriterLease:
         with self._lock:
             return frozenset(self._active_steps.values())
 
-    def begin_publication(self, attempt: Attempt) -> None:
-        """Record that the attempt may be committed from now on, also after an error, until `settle`."""
+    def begin_publication(self, commit: CommitRecord) -> None:
+        """Record that this commit record may be written from now on, also after an error, until `settle`."""
         with self._lock:
-            self._unsettled_attempts[attempt.name] = attempt.step
+            self._unsettled_commits[commit.attempt_name] = commit
 
-    def settle(self, attempt: Attempt) -> None:
+    def settle(self, attempt_name: str) -> None:
         """Record that the attempt is committed, or that nothing can commit it any more."""
         with self._lock:
-            self._unsettled_attempts.pop(attempt.name, None)
+            self._unsettled_commits.pop(attempt_name, None)
 
-    def unsettled_attempts(self) -> frozenset[str]:
-        """Return the names of the attempts whose publication has begun, and may still take effect."""
+    def unsettled_commits(self) -> dict[str, CommitRecord]:
+        """Return the commit records whose publication has begun, and may still take effect, by the name of their attempt."""
         with self._lock:
-            return frozenset(self._unsettled_attempts)
+            return dict(self._unsettled_commits)
 
     # --- fencing -----------------------------------------------------------------------------------------------
 

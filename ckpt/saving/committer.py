@@ -222,10 +222,7 @@ class Committer:
         failpoint("save.commit")
         if line.number:
             self._session.note_line(line)
-        lease = self._session.writer_lease
-        lease.begin_publication(self._attempt)
-        commit_publication.publish_commit(self._session.repo, lease, commit, self._require_replaceable)
-        lease.settle(self._attempt)
+        commit_publication.publish_commit(self._session.repo, self._session.writer_lease, commit, self._require_replaceable)
         failpoint("save.committed")
         note_complete(commit)
         return self._session.repo.checkpoint(commit, self._group.rank)

@@ -33,7 +33,7 @@ def note_failure(store: Store, lease: GroupLease, group: Group, attempt: Attempt
     needs_rank = unreachable or isinstance(error, (UnsupportedLeaf, SaveFailed)) or not isinstance(error, CkptError)
     if attempt.rank == 0 and needs_rank:
         reason = give_up_reason(attempt, 0, reason)
-    is_uncertain = attempt.name in lease.writer.unsettled_attempts()  # its record may still take effect
+    is_uncertain = attempt.name in lease.writer.unsettled_commits()  # its record may still take effect
     failure = {
         "reason": reason,
         "missing": isinstance(error, (RanksMissing, SaveFailed)),  # no rank may use another tier for SaveFailed

@@ -111,9 +111,7 @@ class Takeover:
             commit = self._save(repo, step, attempt.name, lease.generation)
             if newest_generation(self._seen) > lease.generation:
                 self._begun_too_late.add(attempt.name)
-            lease.begin_publication(attempt)
             publish_commit(repo, lease, commit, note_replaced)
-            lease.settle(attempt)
         except CkptError as error:
             self._require_explained(error)
             _discard(repo, lease, attempt)

@@ -1,7 +1,11 @@
-"""A save whose publication got no answer, or that was fenced after it: its files are deleted only if no step can need them."""
+"""A save, or a copy of one, whose publication got no answer, or that was fenced after it.
+
+Its files are deleted only if no step can need them.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,11 +35,15 @@ class LateBucket(ObjectStore):
         self._store = MemoryStore()
         self.late_name = ""
         self.arrive: Callable[[], Version | None] | None = None
+        self.may_give_up = threading.Event()
+        """Until this is set, the writer of the late request waits for the answer."""
+        self.may_give_up.set()
 
     def _compare_and_swap(self, name: str, data: Buffer, expected: Version | None) -> Version | None:
         put = super()._compare_and_swap
         if name == self.late_name and expected is not None and len(bytes(data)) > 100:  # the record, and no reservation
             self.late_name, self.arrive = "", lambda: put(name, data, expected)
+            assert self.may_give_up.wait(600)
             raise Injected(f"no answer to the request for {name}")
         return put(name, data, expected)
 
@@ -88,3 +96,25 @@ def test_a_fenced_writer_keeps_files_to_which_a_newer_step_may_refer(tmp_path: P
     with pytest.raises(ckpt.Fenced):
         ckpt.save(state_of(1), tmp_path, 1)
     assert list((tmp_path / "steps/1/pack").iterdir())
+
+
+@pytest.mark.parametrize("is_saved_again", [False, True])
+def test_a_copied_record_that_arrives_late_does_not_commit_deleted_files(tmp_path: Path, is_saved_again: bool) -> None:
+    """The copy of a step gets no answer, and a newer step is copied instead."""
+    bucket = LateBucket(f"memory://late/{is_saved_again}")
+    with ckpt.Checkpointer(bucket, every=1, tiers=[ckpt.Tier(tmp_path, every=1, keep=5)]) as checkpointer:  # type: ignore[arg-type]
+        checkpointer.save(1 if is_saved_again else 0, state_of(0), blocking=True)
+        checkpointer.wait()
+        bucket.late_name = commit_name(1)
+        bucket.may_give_up.clear()
+        checkpointer.save(1, state_of(1), blocking=True)
+        checkpointer.save(2, state_of(2), blocking=True)
+        bucket.may_give_up.set()
+        checkpointer.wait()
+        assert bucket.arrive is not None
+        assert (bucket.arrive() is not None) == is_saved_again, "only a request that replaces a record can't be revoked"
+    repo = Repository(bucket)
+    assert repo.steps() == ([1, 2] if is_saved_again else [0, 2])
+    names = {entry.name for entry in bucket.list()}
+    assert {name for step in repo.steps() for name in repo.commit(step).files()} <= names
+    assert any("steps/1/pack" in name for name in names) == is_saved_again

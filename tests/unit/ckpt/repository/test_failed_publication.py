@@ -21,6 +21,7 @@ from ckpt.storage.base.store import Buffer, Version
 from ckpt.storage.local.directory import LocalStore
 
 ATTEMPT = Attempt("0-1-1", 0, 1, 7, 0)
+COMMIT = commit_of(7, ATTEMPT.name)
 NAME = commit_name(7)
 
 
@@ -46,18 +47,18 @@ def files(repo: Repository) -> set[str]:
 
 def test_an_attempt_that_is_committed_keeps_its_files(repo: Repository, lease: WriterLease) -> None:
     put_step(repo.store, 7, ATTEMPT.name)
-    lease.begin_publication(ATTEMPT)
+    lease.begin_publication(COMMIT)
     assert settle_attempt(repo, lease, ATTEMPT) is True
-    assert lease.unsettled_attempts() == frozenset()
+    assert lease.unsettled_commits() == {}
 
 
 @pytest.mark.parametrize("has_begun", [True, False])
 def test_an_attempt_without_a_record_is_settled(repo: Repository, lease: WriterLease, has_begun: bool) -> None:
     put_attempt(repo.store, 7, ATTEMPT.name)
     if has_begun:
-        lease.begin_publication(ATTEMPT)
+        lease.begin_publication(COMMIT)
     assert settle_attempt(repo, lease, ATTEMPT) is False
-    assert lease.unsettled_attempts() == frozenset()
+    assert lease.unsettled_commits() == {}
     delete_files(repo, lease, ATTEMPT)
     assert files(repo) == set()
 
@@ -66,10 +67,10 @@ def test_an_attempt_that_may_still_replace_a_step_keeps_its_files(repo: Reposito
     """The request to a bucket may still be on its way. A directory has no such requests."""
     put_step(repo.store, 7, "0-1-0")
     names = put_attempt(repo.store, 7, ATTEMPT.name)
-    lease.begin_publication(ATTEMPT)
+    lease.begin_publication(COMMIT)
     assert settle_attempt(repo, lease, ATTEMPT) is False
     is_bucket = "memory" in repo.url
-    assert lease.unsettled_attempts() == ({ATTEMPT.name} if is_bucket else frozenset())
+    assert lease.unsettled_commits() == ({ATTEMPT.name: COMMIT} if is_bucket else {})
     delete_files(repo, lease, ATTEMPT)
     assert bool(files(repo) & {*names}) == is_bucket
 
@@ -85,10 +86,10 @@ def test_an_attempt_that_did_not_begin_to_publish_beside_a_step_is_deleted(repo:
 
 def test_an_attempt_in_a_deleted_repository_is_not_settled(repo: Repository, lease: WriterLease) -> None:
     repo.store.delete([entry.name for entry in repo.store.list()])
-    lease.begin_publication(ATTEMPT)
+    lease.begin_publication(COMMIT)
     with pytest.raises(NotFound):
         settle_attempt(repo, lease, ATTEMPT)
-    assert lease.unsettled_attempts() == {ATTEMPT.name}
+    assert lease.unsettled_commits() == {ATTEMPT.name: COMMIT}
 
 
 def test_a_report_of_a_failure_stays_with_the_files_of_other_attempts(repo: Repository, lease: WriterLease) -> None:

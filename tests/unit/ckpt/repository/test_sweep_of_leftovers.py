@@ -9,8 +9,7 @@ from helpers.lease_writers import events as events
 from helpers.written_steps import attempt_files, commit_of, put_attempt, put_step
 
 from ckpt.errors import Fenced
-from ckpt.format.json_records import encode_commit
-from ckpt.repository.attempt import Attempt
+from ckpt.format.json_records import FileRecord, encode_commit
 from ckpt.repository.commit_publication import publish_commit
 from ckpt.repository.file_names import commit_name
 from ckpt.repository.repository import Repository
@@ -154,16 +153,30 @@ def test_files_of_an_attempt_without_an_answer_stay_while_it_may_still_replace_t
     """Of a bucket, the request of this writer may still be on its way."""
     put_step(repo.store, 1, "0-2-1")
     lease = take_over(repo)
-    attempt = Attempt("0-2-5", 0, 2, 1, 0)
     names, other = put_attempt(repo.store, 1, "0-2-5"), put_attempt(repo.store, 2, "0-2-6")
-    lease.begin_publication(attempt)
+    lease.begin_publication(commit_of(1, "0-2-5"))
     sweep(repo, lease)
     assert files(repo) >= {commit_name(1), *attempt_files(1, "0-2-1")}
     assert not files(repo) & {*other}
     assert bool(files(repo) & {*names}) == ("memory" in repo.url)
-    lease.settle(attempt)
+    lease.settle("0-2-5")
     sweep(repo, lease)
     assert files(repo) == {commit_name(1), *attempt_files(1, "0-2-1")}
+
+
+def test_packs_of_other_steps_stay_while_a_record_without_an_answer_may_still_name_them(repo: Repository) -> None:
+    """Step 1, whose pack the record of step 2 names, has expired meanwhile."""
+    put_step(repo.store, 2, "0-2-0")
+    lease = take_over(repo)
+    put_attempt(repo.store, 1, "0-2-1")
+    put_attempt(repo.store, 2, "0-2-5")
+    pack = attempt_files(1, "0-2-1")[2]
+    lease.begin_publication(commit_of(2, "0-2-5", (FileRecord(pack, len(pack)),)))
+    sweep(repo, lease)
+    assert (pack in files(repo)) == ("memory" in repo.url)
+    lease.settle("0-2-5")
+    sweep(repo, lease)
+    assert files(repo) == {commit_name(2), *attempt_files(2, "0-2-0")}
 
 
 def test_files_of_this_writer_are_deleted_without_a_look_at_the_record(repo: Repository, events: Events) -> None:

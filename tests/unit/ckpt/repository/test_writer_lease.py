@@ -13,6 +13,7 @@ from helpers.forked_child import in_forked_child
 from helpers.lease_writers import elsewhere, put_lease_record
 from helpers.lease_writers import local_repo as local_repo
 from helpers.messages import one_line
+from helpers.written_steps import commit_of
 
 from ckpt.errors import Fenced
 from ckpt.format import json_records
@@ -122,13 +123,14 @@ def test_an_attempt_is_active_with_its_packs_until_it_ends(lease: WriterLease) -
 
 def test_an_attempt_is_unsettled_from_its_publication_until_it_is_settled(lease: WriterLease) -> None:
     first, second = lease.begin_attempt(1, ALONE), lease.begin_attempt(2, ALONE)
-    assert lease.unsettled_attempts() == frozenset()
-    lease.begin_publication(first)
-    lease.begin_publication(second)
-    lease.settle(first)
-    lease.settle(first)
+    commit = commit_of(2, second.name)
+    assert lease.unsettled_commits() == {}
+    lease.begin_publication(commit_of(1, first.name))
+    lease.begin_publication(commit)
+    lease.settle(first.name)
+    lease.settle(first.name)
     lease.end_attempt(second)
-    assert lease.unsettled_attempts() == {second.name}
+    assert lease.unsettled_commits() == {second.name: commit}
 
 
 def test_temporary_files_of_killed_writers_are_removed_once(repo: Repository) -> None:
