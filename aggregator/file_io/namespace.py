@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ckpt.aggregator.cluster.config import NamespaceConfig, parse_namespace_url
@@ -19,8 +19,9 @@ from ckpt.aggregator.file_io.writer import FileWriter
 from ckpt.aggregator.placement.redundancy import Redundancy
 from ckpt.aggregator.records import file_record
 from ckpt.aggregator.records.file_record import INLINE_FILE_BYTES, USUAL_STRIPE_BYTES, FileRecord, RecordHead
-from ckpt.aggregator.records.namespace_records import NamespaceRecords
+from ckpt.aggregator.records.namespace_records import NamespaceRecords, ScannedRecords
 from ckpt.aggregator.records.paths import check_path
+from ckpt.aggregator.records.record_ring import RecordRing
 from ckpt.aggregator.records.ring_change import ensure_record_redundancy
 from ckpt.aggregator.records.tombstone_collection import TombstoneCollector
 from ckpt.storage.base.errors import AlreadyExists, NotFound, StoreError, Unavailable
@@ -28,12 +29,49 @@ from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.forks import call_in_forked_child, fork_safe_lock
 from ckpt.storage.base.store import Buffer, require_length
 from ckpt.storage.member.device import MemberInfo
-from ckpt.storage.registers.base import NO_BALLOT, Ballot, DamagedRegister, RegisterValue
+from ckpt.storage.registers.base import Ballot, DamagedRegister, RegisterValue
 
 log = logging.getLogger("ckpt")
 
 MAX_TOMBSTONES = 500
 """A listing that finds more tombstones than this, and more than files and folders, starts their collection."""
+
+
+@dataclass(slots=True)
+class _ListedRecord:
+    """The newest record of a name in the listings of members."""
+
+    ballot: Ballot
+    head: bytes
+    members: list[str]
+    """Those that listed this record."""
+    is_unanimous: bool
+    """Whether no member listed another record."""
+
+    def is_certain(self, name: str, ring: RecordRing) -> bool:
+        """Return whether every later read finds this record, or a newer one."""
+        if self.is_unanimous and ring.previous is None:  # for long listings: to compute a replica set takes 0.1 ms and more
+            return len(self.members) >= ring.quorum.write
+        return ring.replica_set(name).must_find(self.members)
+
+
+def _newest_records(answers: ScannedRecords) -> tuple[dict[str, _ListedRecord], set[str]]:
+    """Return the newest record of each listed name that has a value, and the names of which a record is damaged."""
+    newest: dict[str, _ListedRecord] = {}
+    damaged: set[str] = set()
+    for member, records in answers.items():
+        for name, record in records:
+            if isinstance(record, DamagedRegister):
+                damaged.add(name)
+            elif record.value is not None:
+                ballot, listed = record.accepted_ballot, newest.get(name)
+                if listed is None or listed.ballot < ballot:
+                    newest[name] = _ListedRecord(ballot, record.value.head, [member], listed is None)
+                elif listed.ballot == ballot:
+                    listed.members.append(member)
+                else:
+                    listed.is_unanimous = False
+    return newest, damaged
 
 
 class Namespace(NamespaceRecords):
@@ -60,27 +98,14 @@ class Namespace(NamespaceRecords):
         if not self.exists():
             return {}
         answers, _ = self.scan(prefix, wait_for_all=False)
-        newest: dict[str, tuple[Ballot, bytes, int]] = {}  # ballot, head and number of members of the newest record
-        damaged: set[str] = set()
-        for records in answers.values():
-            for name, record in records:
-                if isinstance(record, DamagedRegister):
-                    damaged.add(name)
-                    continue
-                if record.value is None:
-                    continue
-                ballot, _, count = newest.get(name, (NO_BALLOT, b"", 0))
-                if ballot < record.accepted_ballot:
-                    newest[name] = record.accepted_ballot, record.value.head, 1
-                elif ballot == record.accepted_ballot:
-                    newest[name] = ballot, record.value.head, count + 1
-        found = {name[1:]: file_record.decode_record_head(name[1:], head) for name, (_, head, _) in newest.items()}
+        newest, damaged = _newest_records(answers)
+        found = {name[1:]: file_record.decode_record_head(name[1:], each.head) for name, each in newest.items()}
         self._start_collection_if_needed(found)
         # A record that too few members have is half-done or outdated. `stat_all` settles it, so that the listing shows the
         # record with which the file is opened later. It raises where all records of a path that answer are damaged: a caller
         # may delete what a file needs that is not listed.
-        needed = self.ring.quorum.write
-        unsettled = [name[1:] for name, (_, _, count) in newest.items() if count < needed]
+        ring = self.ring
+        unsettled = [name[1:] for name, each in newest.items() if not each.is_certain(name, ring)]
         for path, file in self.stat_all([*unsettled, *(name[1:] for name in sorted(damaged - newest.keys()))]).items():
             found.pop(path, None)
             if file is not None:

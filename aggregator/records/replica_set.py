@@ -54,6 +54,14 @@ class ReplicaSet:
         """
         return self.can_read(promising) and self.can_write({*promising, *damaged})
 
+    def must_find(self, members: Collection[str]) -> bool:
+        """Return whether every later read or change finds a value that these members have accepted, or a newer one.
+
+        While the record moves, a quorum of the first group is enough, see `newest`. One of the second group is not.
+        """
+        first = self.groups[0]
+        return sum(m in members for m in first.members) >= first.quorum.write
+
     def newest(self, records: Mapping[str, Register]) -> Register:
         """Return the newest record of the first group.
 

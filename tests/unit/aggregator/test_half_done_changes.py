@@ -1,7 +1,7 @@
-"""A change that one member has accepted, while the others lack the record that it replaces.
+"""A change that some members have accepted, while the others lack it.
 
-The writer of the file has reached only the first member. If the change were reported as refused, a later client could still
-find it on that member, and complete it.
+If a change that has reached only the first member were reported as refused, a later client could still find it on that member,
+and complete it. A listing agrees with a later read.
 """
 
 from __future__ import annotations
@@ -9,13 +9,18 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
+import pytest
 from helpers.nodes import directories
 from helpers.processes import until
+from helpers.replica_sets import locations_of, make_three_member_namespace
 
 from ckpt.aggregator.file_io.namespace import Namespace
 from ckpt.aggregator.records.file_record import decode_record
+from ckpt.aggregator.records.ring_change import change_ring
 from ckpt.storage.base.errors import Unavailable
+from ckpt.storage.base.failpoints import set_failpoints
 from ckpt.storage.registers.base import Register
 
 
@@ -32,15 +37,16 @@ def half_written(folder: Path) -> tuple[Namespace, str]:
     return namespace, first
 
 
+def refuse(*_: object, **__: object) -> NoReturn:
+    """Answer no call."""
+    raise Unavailable("the member does not answer")
+
+
 def hide_from_second_phase(namespace: Namespace, member: str) -> Callable[[], None]:
     """Let a member not answer the first phase of a consensus round. Return what makes it answer again."""
     registers = namespace.open_members[member].registers
     prepare = registers.prepare
-
-    def refuse(*_: object) -> None:
-        raise Unavailable(f"{member} does not answer")
-
-    registers.prepare = refuse  # type: ignore[assignment,method-assign]
+    registers.prepare = refuse  # type: ignore[method-assign]
 
     def answer() -> None:
         registers.prepare = prepare  # type: ignore[method-assign]
@@ -71,3 +77,26 @@ def test_an_append_that_one_member_accepted_is_done(tmp_path: Path) -> None:
     answer()
     assert namespace.get("x") == b"first and more"
     namespace.close()
+
+
+def test_a_listing_shows_no_change_that_only_the_new_members_of_a_moving_ring_accepted(tmp_path: Path) -> None:
+    """A client that deletes one file and writes another one stops when each has reached only the new members."""
+    make_three_member_namespace(tmp_path, 6)
+    mover, writer, reader = (Namespace(directories(tmp_path, 6, deadline_seconds=2.0)) for _ in range(3))
+    set_failpoints("ring.fenced=error")
+    with pytest.raises(OSError, match="injected"):
+        change_ring(mover, locations_of(mover, 3, 4, 5))  # type: ignore[arg-type]
+    set_failpoints("")
+    for member in ("disk0", "disk1", "disk2"):
+        writer.open_members[member].registers.accept = refuse  # type: ignore[method-assign]
+    with pytest.raises(Unavailable):
+        writer.delete(["many/1"])
+    with pytest.raises(Unavailable):
+        writer.put("many/new", b"")
+    listed = reader.list("many")
+    assert "many/1" in listed
+    assert "many/new" not in listed
+    assert reader.get("many/1") == b"1"
+    assert reader.stat("many/new") is None
+    for namespace in (mover, writer, reader):
+        namespace.close()
