@@ -33,7 +33,7 @@ from ckpt.saving.pipeline import BegunSave, save_after_failure
 from ckpt.saving.save_plan import flatten_state, planned_bytes
 from ckpt.saving.skipped_step import skip_step
 from ckpt.saving.writer_session import Session
-from ckpt.storage.base.errors import NoSpace, StoreError
+from ckpt.storage.base.errors import StoreError
 from ckpt.storage.base.plural import format_count
 from ckpt.storage.base.store import Store
 from ckpt.support.user_warning import warn_user
@@ -186,8 +186,6 @@ class TierManager:
 
         all_tiers: whether the step is due in all tiers, whatever its number.
         """
-        for copier in self._copiers:
-            copier.raise_fenced()
         if time.monotonic() >= self._next_catch_up:
             self.catch_up()
         start = self._choose_first_tier(step)
@@ -214,13 +212,15 @@ class TierManager:
         raise AssertionError("the last tier raises")
 
     def _save_to_tier(self, tier: OpenTier, step: int, state: Any, options: Options, blocking: bool) -> BegunSave:
-        if tier.capacity_bytes is not None:
-            try:
+        try:  # what only rank 0 checks
+            for copier in self._copiers:
+                copier.raise_fenced()
+            if tier.capacity_bytes is not None:
                 self._require_room(tier, state, options)
-            except NoSpace as error:
-                if self._group.size > 1:
-                    skip_step(tier.session, step, error)
-                raise
+        except BaseException as error:
+            if self._group.size > 1:  # the others wait for this step
+                skip_step(tier.session, step, error)
+            raise
         options = dataclasses.replace(options, keep=as_keep(tier.spec.keep))
         return save_after_failure(tier.session, state, step, options, blocking)
 

@@ -104,7 +104,7 @@ class OpenTier:
         if self.capacity_bytes is not None:
             try:
                 self.require_room(step_bytes)
-            except NoSpace as error:
+            except StoreError as error:  # NoSpace, or the tier can't be listed
                 self.copier.drop(step)
                 log.warning("step %d is not copied: %s", step, error)
                 return

@@ -19,6 +19,7 @@ from helpers.tier_folders import tier_folders as tier_folders
 
 import ckpt
 from ckpt.storage.base.errors import Unavailable
+from ckpt.storage.base.store import Entry
 from ckpt.storage.local.directory import LocalStore
 from ckpt.tiers import manager
 
@@ -166,6 +167,22 @@ def test_copies_keep_to_the_limit_of_their_tier(tier_folders: TierFolders, caplo
     assert_all_load(tier_folders.run, 8)
 
 
+def test_a_tier_whose_size_is_unknown_for_a_moment_gets_no_copy(
+    tier_folders: TierFolders, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only a new listing shows whether there is room. The further tier gets the step, and a restore does not fail."""
+    near = _Unreadable(LocalStore(tier_folders.nvme))
+    tiers = [ckpt.Tier("memory"), ckpt.Tier(near, every=1, limit=1)]
+    with ckpt.Checkpointer(tier_folders.run, every=1, tiers=tiers, group=None) as ck:
+        near.is_unreadable = True
+        ck.step(0, state_of(0)).result()
+        ck.wait()
+        assert tier_folders.steps() == [[0], [], [0]]
+        assert "step 0 is not copied: the network is down" in caplog.text
+        assert ck._tiers._open_tiers[1].copier.needed_steps() == set()
+        near.is_unreadable = False
+
+
 def test_an_unusable_tier_is_not_used(tier_folders: TierFolders) -> None:
     """A broken disk must not stop the training."""
     tier_folders.nvme.write_text("no folder")
@@ -269,9 +286,14 @@ def test_saves_list_an_unreadable_tier_once_in_a_pause(
 
 
 class _Unreadable(FailingStore):
-    """Its folders cannot be listed while `is_unreadable` is set."""
+    """Its steps cannot be listed while `is_unreadable` is set."""
 
     is_unreadable = False
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        if self.is_unreadable and prefix == "steps":
+            raise Unavailable("the network is down")
+        return super().list(prefix)
 
     def list_folders(self, prefix: str = "") -> Iterator[str]:
         if self.is_unreadable:

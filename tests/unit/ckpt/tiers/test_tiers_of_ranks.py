@@ -116,6 +116,26 @@ def test_ranks_save_beyond_the_limit_of_a_tier(tier_folders: TierFolders) -> Non
     assert ckpt.open(tier_folders.run).steps()[-1] == 4
 
 
+def test_a_failure_of_rank_0_before_its_attempt_ends_the_wait_of_the_others(tier_folders: TierFolders) -> None:
+    """Rank 0 alone needs the size of the state before it saves to a tier with a limit, and can't count this state."""
+    met = threading.Barrier(2)
+
+    def work(group: Group) -> tuple[type[Exception], str]:
+        tiers = [ckpt.Tier("memory")]
+        with ckpt.Checkpointer(tier_folders.run, every=None, tiers=tiers, group=group, timeout=2) as ck:
+            with pytest.raises(ckpt.CkptError) as raised:
+                ck.save(0, shard_of(1, 2, 0) if group.rank else {"f": lambda: 0}).result()
+            met.wait(600)
+            ck.save(0, shard_of(group.rank, 2, 0)).result()
+        return raised.type, str(raised.value)
+
+    first, second = all_well(on_ranks(2, work))
+    assert first[0] is ckpt.UnsupportedLeaf
+    assert second[0] is ckpt.StepRefused
+    assert "rank 0 failed: leaf f: " in second[1]
+    assert ckpt.open(tier_folders.run).steps() == [0]
+
+
 def test_a_step_whose_call_raises_the_error_of_an_earlier_step_is_copied(tier_folders: TierFolders) -> None:
     """In a group, this step is saved nevertheless, so that the ranks stay in step."""
 
