@@ -331,6 +331,8 @@ class Checkpointer:
     def _skip_step(self, step: int, reason: str) -> None:
         """Publish that this rank does not save the step, so that no rank saves it and the other ranks do not wait."""
         session = self._require_open()
+        if self._schedule is not None:  # first: the other ranks count this step also if the report fails
+            self._schedule.save_skipped(step)
         if session.group.size > 1:
             error = StepSkipped(
                 f"step {step} is not saved because rank {session.group.rank} leaves it out: {reason}; look at its log"
@@ -339,8 +341,6 @@ class Checkpointer:
                 self._tiers.skip_step(check_step(step), error)
             else:
                 skip_step(session, check_step(step), error)
-        if self._schedule is not None:
-            self._schedule.save_skipped(step)
 
     def save_unless_bad(self, step: int, state: Any, *, loss: Any) -> SaveHandle | None:
         """Save `state` now, to every tier, unless the loss of a rank is bad: then no rank saves the step.
@@ -413,6 +413,8 @@ class Checkpointer:
                     handle, earlier_failure = save_after_failure(session, state, step, options, blocking)
         except BaseException:
             self._scrubber.note_save_ended(None)
+            if self._schedule is not None:  # the other ranks count this step, too
+                self._schedule.save_skipped(step)
             raise
         finally:
             self._attached.forget_memory()

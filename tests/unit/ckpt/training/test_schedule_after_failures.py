@@ -41,6 +41,31 @@ def test_a_rank_that_learns_late_of_a_skipped_save_does_not_let_the_others_wait(
     assert all_well(on_ranks(2, work)) == [[100]] * 2
 
 
+def test_a_rank_whose_save_fails_when_it_begins_keeps_the_schedule_of_the_others(tmp_path):
+    """The call raises on that rank, whose program continues; the handle of the other rank fails."""
+    has_failed = threading.Event()
+
+    def work(group):
+        saved = []
+        with ckpt.Checkpointer(tmp_path / "r", every=timedelta(hours=1), group=group, timeout=300) as ck:
+            if group.rank:
+                with pytest.raises(ckpt.UnsupportedLeaf):
+                    ck.step(0, {"f": lambda: 0})
+                has_failed.set()
+            else:
+                first = ck.step(0, shard_of(0, 2, 0))
+                assert has_failed.wait(300)
+                with pytest.raises(ckpt.StepRefused, match="rank 1 failed"):
+                    first.result(300)
+            for step in range(1, 250):
+                if (handle := ck.step(step, shard_of(group.rank, 2, step))) is not None:
+                    saved.append(step)
+                    handle.result(300)
+        return saved
+
+    assert all_well(on_ranks(2, work)) == [[100]] * 2
+
+
 class _Save:
     """A save of whose end a rank learns at a later step; it fails unless it schedules the next one."""
 
