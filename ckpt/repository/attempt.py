@@ -38,14 +38,16 @@ class Attempt:
 
 
 class SerialCounter:
-    """Serials that the leases of several repositories (tiers) share.
+    """Serials and group numbers that the leases of several repositories (tiers) share.
 
-    A file that is copied from one tier to another keeps its name, so the name must be new in all of them.
+    A file that is copied from one tier to another keeps its name, so the name must be new in all of them. A copied commit
+    record keeps its generation and attempt number, so no other attempt at the step may have both.
     """
 
     def __init__(self, repos: Sequence[Repository] = ()) -> None:
         self._repos = repos
         self.serials = itertools.count()
+        self.group_numbers = itertools.count()
 
     @functools.cached_property
     def highest_generation(self) -> int:
@@ -58,7 +60,7 @@ class AttemptSeries:
     """Attempts that are numbered together for each step: those of a group, or those of a process alone."""
 
     group: int | None
-    """The number of the group. None for saves of this process alone, which are counted separately from those of its groups."""
+    """The number of the group; None for saves of this process alone."""
     rank: int
     first_number: int
     """The number of the first attempt at a step."""

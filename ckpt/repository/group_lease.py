@@ -32,8 +32,8 @@ def rank_0_ended_error(size: int) -> RanksMissing:
 class GroupLease:
     """The use of a writer lease by one group, or by a process alone, until `release` or `abandon`. One session owns it.
 
-    number: the number of the group in this generation. The same rank may be a different process in each group, so the attempts
-        of two groups have different numbers.
+    number: the number of the group, or process alone, in this generation, also of other tiers. The attempts of two of them have
+        different numbers: the same rank may be a different process in each group, and a rank recognises its commit by them.
     processes: the processes of the group, by rank; empty if they are unknown. It is kept as `rank_processes`.
     """
 
@@ -65,7 +65,7 @@ class GroupLease:
 
     def for_process_alone(self) -> GroupLease:
         """Return the lease for saves of this process without a group, which shares the writer lease."""
-        return GroupLease(self.writer, 0, 1, self.number)
+        return GroupLease(self.writer, 0, 1, self.writer.new_group_number())
 
     def begin_attempt(self, step: int) -> Attempt:
         """Return a new attempt of this group at a step. No sweep deletes its files before it ends."""
@@ -129,4 +129,5 @@ class GroupLease:
 
 def acquire_group_lease(repo: Repository, size: int = 1, serials: SerialCounter | None = None) -> GroupLease:
     """Return a new lease for a group of `size` ranks; raise RepositoryBusy if a live process of this host is the writer."""
-    return GroupLease(acquire_lease(repo, serials), 0, size)
+    writer = acquire_lease(repo, serials)
+    return GroupLease(writer, 0, size, writer.new_group_number())

@@ -58,14 +58,14 @@ class WriterLease:
         self.sweep_lock = threading.Lock()
         """Taken by a sweep, and to pin the packs to which an attempt refers."""
         self._creator_process = CreatorProcess()
-        self._serials = (serials or SerialCounter()).serials
+        self._serials = serials or SerialCounter()
         self._temporaries_lock = threading.Lock()
         """Guards `_are_temporaries_swept`."""
         self._are_temporaries_swept = False
         self._lock = threading.Lock()
         """Guards the following attributes."""
-        self._attempt_counts: dict[tuple[int, int | None], int] = {}
-        """The number of the last attempt, by step and group."""
+        self._attempt_counts: dict[tuple[int, AttemptSeries], int] = {}
+        """The number of the last attempt, by step and series."""
         self._active_attempts: dict[str, frozenset[str]] = {}
         """The pinned packs of each attempt that has not ended, by its name."""
         self._active_steps: dict[str, int] = {}
@@ -75,7 +75,6 @@ class WriterLease:
         self._watched_steps: list[list[int]] = []
         """Lists to which each attempt that begins adds its step, see `_watch_steps`."""
         self._user_count = 0
-        self._last_group_number = 0
         self._has_ranks = False
 
     # --- users -------------------------------------------------------------------------------------------------
@@ -96,10 +95,8 @@ class WriterLease:
             return self._user_count == 0
 
     def new_group_number(self) -> int:
-        """Return the number of a further group of this generation; the first group has number 0."""
-        with self._lock:
-            self._last_group_number += 1
-            return self._last_group_number
+        """Return the number of a further group, or process alone, in this generation, also of other tiers; the first has 0."""
+        return next(self._serials.group_numbers)
 
     # --- attempts ----------------------------------------------------------------------------------------------
 
@@ -136,9 +133,9 @@ class WriterLease:
 
     def _begin_attempt(self, step: int, series: AttemptSeries) -> Attempt:
         """Needs `_lock`."""
-        key = step, series.group
+        key = step, series
         number = self._attempt_counts[key] = self._attempt_counts.get(key, series.first_number - 1) + 1
-        name = f"{series.rank}-{self.generation}-{series.first_serial + next(self._serials)}"
+        name = f"{series.rank}-{self.generation}-{series.first_serial + next(self._serials.serials)}"
         self._active_attempts[name], self._active_steps[name] = frozenset(), step
         for steps in self._watched_steps:
             steps.append(step)

@@ -44,10 +44,12 @@ def test_a_new_lease_belongs_to_rank_0_of_its_group(repo: Repository) -> None:
     lease = acquire_group_lease(repo, 3)
     assert (lease.rank, lease.size, lease.number, lease.progress_count) == (0, 3, 0, 0)
     assert (lease.writer.generation, lease.writer.has_shared_serials) == (1, False)
-    alone = acquire_group_lease(repo, serials=SerialCounter([repo]))
+    serials = SerialCounter([repo])
+    alone = acquire_group_lease(repo, serials=serials)
     assert (alone.rank, alone.size, alone.writer.has_shared_serials) == (0, 1, True)
     default = GroupLease(alone.writer)
     assert (default.rank, default.size, default.number, default.rank_processes) == (0, 1, 0, ())
+    assert acquire_group_lease(repo, 3, serials).number == 1, "one number for each tier"
 
 
 def test_progress_is_counted_one_by_one(lease: GroupLease) -> None:
@@ -93,7 +95,8 @@ def test_other_ranks_of_a_second_group_have_serials_of_their_own(repo: Repositor
 def test_saves_of_the_process_alone_share_the_writer_lease(lease: GroupLease) -> None:
     second = lease.for_other_group(2)
     alone = second.for_process_alone()
-    assert (alone.writer, alone.rank, alone.size, alone.number) == (lease.writer, 0, 1, 1)
+    assert (alone.writer, alone.rank, alone.size, alone.number) == (lease.writer, 0, 1, 2)
+    assert [alone.begin_attempt(5).number, second.begin_own_attempt(5).number] == [2 * BILLION, BILLION]
 
 
 def test_temporary_files_are_removed_before_a_second_group_writes(lease: GroupLease) -> None:

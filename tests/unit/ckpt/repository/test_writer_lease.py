@@ -50,8 +50,11 @@ def test_the_last_of_all_users_is_the_one_that_drops_the_count_to_zero(lease: Wr
     assert [lease.drop_user() for _ in range(3)] == [False, False, True]
 
 
-def test_numbers_of_further_groups_count_from_one(lease: WriterLease) -> None:
-    assert [lease.new_group_number() for _ in range(3)] == [1, 2, 3]
+def test_no_two_groups_of_leases_that_share_serials_have_the_same_number(repo: Repository, lease: WriterLease) -> None:
+    assert [lease.new_group_number() for _ in range(3)] == [0, 1, 2]
+    serials = SerialCounter()
+    leases = [WriterLease(repo, 3, serials=serials), WriterLease(repo, 3, serials=serials)]
+    assert [each.new_group_number() for each in [*leases, leases[0]]] == [0, 1, 2]
 
 
 # --- attempts ------------------------------------------------------------------------------------------------------

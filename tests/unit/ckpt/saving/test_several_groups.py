@@ -23,6 +23,16 @@ def test_rank_0_may_save_for_itself_beside_the_group(tmp_path: Path) -> None:
     assert ckpt.load(tmp_path, group=None)["a"].tolist() == [1] * 9
 
 
+def test_ranks_do_not_take_the_commit_of_a_process_alone_for_their_own(tmp_path: Path) -> None:
+    """Rank 0 has saved the step alone before, in the same generation; each is the first attempt of its kind at the step."""
+    groups = ThreadGroup.make(2)
+    all_well(on_ranks(2, lambda g: ckpt.save(one_array(0), tmp_path, 0, group=g), groups))
+    ckpt.save({"mine": 1}, tmp_path, 1, group=None)
+    found = all_well(on_ranks(2, lambda g: ckpt.save(one_array(1), tmp_path, 1, group=g, overwrite=True), groups))
+    assert found[1].commit == found[0].commit
+    all_well(on_ranks(2, lambda g: ckpt.save(one_array(2), tmp_path, 2, group=g, timeout=300), groups))
+
+
 @pytest.mark.slow
 def test_groups_of_one_job_save_to_one_url_in_turn(tmp_path: Path) -> None:
     """For example torch's default group and a mesh of the same ranks, COMM_WORLD and a duplicate, or a part of the ranks."""

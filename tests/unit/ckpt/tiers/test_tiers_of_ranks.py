@@ -104,6 +104,25 @@ def test_ranks_agree_on_the_tier_when_one_is_full(tier_folders: TierFolders) -> 
         assert np.array_equal(ckpt.load(tier_folders.run, step=step)["w"], np.arange(6400.0).reshape(64, 100) * (step + 1))
 
 
+def test_ranks_do_not_take_a_copied_commit_for_their_own(tier_folders: TierFolders) -> None:
+    """The second save of the step goes to the tier that has the copied first one. Each tier has the same generation."""
+    store = FullStore(LocalStore(tier_folders.base / "near"))
+    store.full = False
+    met = threading.Barrier(2)
+
+    def work(group: Group) -> Any:
+        tiers = [ckpt.Tier(store)]
+        with ckpt.Checkpointer(tier_folders.run, every=None, tiers=tiers, group=group, timeout=300) as ck:
+            ck.save(0, shard_of(group.rank, 2, 0), blocking=True)
+            ck.wait()  # for the copy
+            met.wait(600)
+            store.full = True
+            return ck.save(0, shard_of(group.rank, 2, 1), blocking=True).result().commit
+
+    first, second = all_well(on_ranks(2, work))
+    assert second == first
+
+
 def test_ranks_save_beyond_the_limit_of_a_tier(tier_folders: TierFolders) -> None:
     def work(group: Group) -> None:
         tiers = [ckpt.Tier("memory", limit=100_000)]
