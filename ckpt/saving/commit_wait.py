@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from typing import TypeVar
 
-from ckpt.errors import RanksMissing, StepRefused
+from ckpt.errors import Fenced, RanksMissing, StepRefused
 from ckpt.format.json_records import CommitRecord
 from ckpt.groups.base import Group, ranks_text
 from ckpt.repository.attempt import Attempt
@@ -19,7 +20,7 @@ from ckpt.repository.repository import Repository
 from ckpt.saving.failure_reports import noted_failure, rank_0_error, ranks_noted_as_ended, read_failure
 from ckpt.saving.rank_part_files import ListedPart, list_parts, other_step_text
 from ckpt.storage.base.call_timeout import WaitTimer
-from ckpt.storage.base.errors import IntegrityError, NotFound
+from ckpt.storage.base.errors import IntegrityError, NotFound, StoreError
 from ckpt.storage.base.failpoints import failpoint
 
 COMMIT_TIMEOUT_SECONDS = 600.0
@@ -115,23 +116,45 @@ def _poll(
     """Poll `find` at growing intervals, and return its first result; None after `timeout_seconds` of waiting.
 
     Raises Fenced if a newer generation has begun, StoreError if the repository is gone, and the error of `give_up_error`.
-    Before it raises, it calls `find` once more.
+    Before it raises, it calls `find` once more. If the store fails, rank 0 raises that at once, which ends the wait of all
+    ranks. Another rank polls on, as rank 0 may commit the step meanwhile, and raises it at the timeout.
     """
     timer = WaitTimer(timeout_seconds)
     pause = _POLL_SECONDS[0]
     next_fence_check = time.monotonic() + _FENCE_CHECK_SECONDS
     while True:
-        if (found := find()) is not None:
-            return found
+        store_error: StoreError | None = None
+        try:
+            if (found := find()) is not None:
+                return found
+        except StoreError as error:
+            if not lease.rank:
+                raise
+            store_error = error
         lease.count_progress()
         if not (remaining_seconds := timer.remaining_seconds()):
+            if store_error is not None:
+                raise store_error
             return None
         if (now := time.monotonic()) >= next_fence_check:
             next_fence_check = now + _FENCE_CHECK_SECONDS
-            hopeless = lease.writer.lease_error() or give_up_error()
+            hopeless = _lease_error(lease) or give_up_error()
             if hopeless is not None:
-                if (found := find()) is not None:
-                    return found
+                # If rank 0 has announced that it does not commit, this rank needs no answer of the store.
+                is_certain = isinstance(hopeless, StepRefused) and hopeless.is_certain
+                with suppress(StoreError) if lease.rank and is_certain else nullcontext():
+                    if (found := find()) is not None:
+                        return found
                 raise hopeless
         time.sleep(min(pause, remaining_seconds))
         pause = min(pause * 1.5, _POLL_SECONDS[1])
+
+
+def _lease_error(lease: GroupLease) -> Fenced | StoreError | None:
+    """Return `WriterLease.lease_error`; None on another rank than 0 if the store does not answer now."""
+    try:
+        return lease.writer.lease_error()
+    except StoreError:
+        if not lease.rank:
+            raise
+        return None

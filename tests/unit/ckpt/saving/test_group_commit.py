@@ -26,7 +26,7 @@ from ckpt.repository.writer_lease import WriterLease
 from ckpt.saving import committer as committer_module
 from ckpt.saving.failure_reports import noted_failure
 from ckpt.storage.base.errors import StoreError
-from ckpt.storage.base.store import Buffer
+from ckpt.storage.base.store import Buffer, Entry
 from ckpt.storage.local.directory import LocalStore
 
 
@@ -148,6 +148,53 @@ def test_other_ranks_wait_twice_as_long_for_the_commit(root: Path) -> None:
     all_well(save(root, 3, groups))
     with pytest.raises(RanksMissing, match=r"rank 0 of 2 has not committed step 4 within 0\.2 s"):
         ckpt.save(shards(1), root, 4, group=groups[1], timeout=0.1)
+
+
+class _Unlisted(LocalStore):
+    """A directory whose parts can't be listed some times after rank 1 has written its own."""
+
+    def __init__(self, root: Path, times: int) -> None:
+        super().__init__(root)
+        self.times = times
+        self.has_part = False
+
+    def put(self, name: str, data: Buffer) -> None:
+        super().put(name, data)
+        self.has_part = self.has_part or "/part/1-" in name
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        if self.has_part and self.times and "/part" in prefix:
+            self.times -= 1
+            raise StoreError("no answer")
+        return super().list(prefix)
+
+
+def test_a_rank_whose_store_fails_for_a_moment_gets_the_commit(root: Path) -> None:
+    """Rank 0 has its part, and commits the step."""
+    store = _Unlisted(root, 3)
+    found = on_ranks(2, lambda g: ckpt.save(shards(g.rank), store if g.rank else root, 0, group=g, timeout=300))
+    first, second = all_well(found)
+    assert store.times == 0
+    assert second.commit == first.commit
+
+
+def test_a_rank_whose_store_fails_gets_the_reason_of_rank_0_without_it(root: Path) -> None:
+    store = _Unlisted(root, 10**9)
+    with failing("save.commit=error"):
+        found = on_ranks(2, lambda g: ckpt.save(shards(g.rank), store if g.rank else root, 0, group=g, timeout=300))
+    assert isinstance(found[1], StepRefused)
+    assert "rank 0 failed: " in str(found[1])
+
+
+def test_a_rank_whose_store_fails_until_the_timeout_reports_that(root: Path) -> None:
+    """It can't find out whether the step is committed, as rank 0 may still need its files."""
+    store = _Unlisted(root, 10**9)
+    found = on_ranks(2, lambda g: ckpt.save(
+        shards(g.rank), store if g.rank else root, 0, group=g, timeout=1 if g.rank else 300
+    ))  # fmt: skip
+    assert isinstance(found[0], ckpt.Checkpoint)
+    assert str(found[1]) == "no answer"
+    assert ckpt.load(root, group=None, strict=True)["n"] == 0
 
 
 def test_rank_0_waits_for_the_others_as_long_as_it_is_allowed(root: Path) -> None:
