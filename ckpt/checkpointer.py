@@ -431,9 +431,10 @@ class Checkpointer:
 
     def _publish_commit(self, page: heartbeat_page.HeartbeatPage, handle: SaveHandle) -> None:
         if not handle.failed():
+            line = handle.checkpoint().commit.line
             if self._tiers is None:
-                page.publish_durable(handle.step)
-            page.publish_committed(handle.step, handle.checkpoint().commit.line)
+                page.publish_durable(handle.step, line)
+            page.publish_committed(handle.step, line)
 
     def _prepare_staging(self, state: Any) -> None:
         """Map the staging memory at the first step that is not saved, because the state is complete from then on."""

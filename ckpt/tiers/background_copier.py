@@ -47,10 +47,8 @@ class BackgroundCopier:
     step is copied any more.
     """
 
-    def __init__(
-        self, source: Repository, target: Session, keep: Keep | None, on_copied: Callable[[int], None] = lambda step: None
-    ) -> None:
-        """on_copied: called with each offered step once the target has it."""
+    def __init__(self, source: Repository, target: Session, keep: Keep | None, on_copied: Callable[[int, int], None]) -> None:
+        """on_copied: called with the number and the training line of each offered step once the target has it."""
         self._source = source
         self._target = target
         self._keep = keep
@@ -102,6 +100,13 @@ class BackgroundCopier:
             self._waiting_step, self._offered_line = step, line
             self._start_thread_if_needed()
             self._condition.notify_all()
+
+    def withdraw_later(self, line: int, step: int) -> None:
+        """Withdraw a waiting step that is newer than this one, because a roll-back to this one has abandoned it."""
+        with self._condition:
+            if self._waiting_step is not None and (self._offered_line, self._waiting_step) > (line, step):
+                self._waiting_step = self._error = None
+                self._condition.notify_all()
 
     def _start_thread_if_needed(self) -> None:
         """Start the thread if a step waits and it does not run. The next call tries again. Needs `_condition`."""
@@ -218,7 +223,7 @@ class BackgroundCopier:
             try:
                 promote(self._source, step, self._target, self._keep, self._orphaned_files, self._record_progress, line)
                 self.last_copy_seconds = time.monotonic() - began
-                self._on_copied(step)
+                self._on_copied(step, line)
             except StepNotFound as absent:
                 error = self._explain_absence(step, line, absent)
             except Exception as failed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
@@ -11,6 +12,32 @@ from ckpt.storage.base.errors import CkptError, StoreError
 from ckpt.tiers.open_tier import OpenTier, publish_durable
 
 log = logging.getLogger("ckpt")
+
+
+CATCH_UP_PAUSE_SECONDS = 60.0
+"""After a tier could not be read, saves wait this long before they try again to copy what earlier jobs have left."""
+
+
+class EarlierSteps:
+    """What earlier jobs have left in nearer tiers, until each further tier was offered the newest step that is due there."""
+
+    def __init__(self) -> None:
+        self.restored: tuple[int, int] | None = None
+        """Training line and number of the step that this job has restored last, also after it has saved others."""
+        self.is_done = False
+        self.next_try = 0.0
+        """The time of the monotonic clock from which a save tries again."""
+
+    def offer(self, tiers: Sequence[OpenTier], read_only: Sequence[Repository]) -> None:
+        """Do once what `offer_earlier_steps` does. If a tier can't be read now, a later call tries again."""
+        if not self.is_done:
+            self.is_done = offer_earlier_steps(tiers, read_only, self.restored)
+            self.next_try = time.monotonic() + CATCH_UP_PAUSE_SECONDS
+
+    def offer_after_pause(self, tiers: Sequence[OpenTier], read_only: Sequence[Repository]) -> None:
+        """Call `offer` for a save, unless the last call was less than CATCH_UP_PAUSE_SECONDS ago, as the training waits."""
+        if time.monotonic() >= self.next_try:
+            self.offer(tiers, read_only)
 
 
 def offer_earlier_steps(tiers: Sequence[OpenTier], read_only: Sequence[Repository], restored: tuple[int, int] | None) -> bool:
@@ -46,7 +73,8 @@ def _find_earlier_step(
     Returns None if there is none.
     """
     newest_in_tier = tier.session.repo.newest()
-    publish_durable(tier, newest_in_tier[1])
+    line, step = newest_in_tier if restored is None else min(newest_in_tier, restored)
+    publish_durable(tier, step, line)
     # Only for an interval in steps does the number say whether a step is due. Otherwise the newest step is copied.
     has_due_number = tier.spec.counts if isinstance(tier.spec.every, int) else lambda _: True
     # `nearer` is empty once the memories of earlier attempts are released and no tier is open.

@@ -39,7 +39,7 @@ from ckpt.storage.base.store import Store
 from ckpt.support.user_warning import warn_user
 from ckpt.tiers.background_copier import BackgroundCopier
 from ckpt.tiers.copy_check import remove_damaged_copies
-from ckpt.tiers.earlier_steps import newest_step_of, offer_earlier_steps, warn_of_unpromoted_step
+from ckpt.tiers.earlier_steps import EarlierSteps, newest_step_of, warn_of_unpromoted_step
 from ckpt.tiers.freed_memory import free_memory, remove_freed_commits
 from ckpt.tiers.open_tier import OpenTier, can_fall_through, cancel_promotion, next_tier, publish_durable, require_end_of
 from ckpt.tiers.previous_memory import previous_memories
@@ -50,9 +50,6 @@ from ckpt.tiers.unlisted_tiers import may_have_later_step, spare_unlisted
 from ckpt.training.save_interval import Every
 
 log = logging.getLogger("ckpt")
-
-CATCH_UP_PAUSE_SECONDS = 60.0
-"""After a tier could not be read, saves wait this long before they try again to copy what earlier jobs have left."""
 
 
 class TierManager:
@@ -79,9 +76,7 @@ class TierManager:
         self._is_newest_in_main_repo = False
         """Whether this job saved that step to the repository of record directly."""
         self._unlisted_tiers = set[str]()  # URLs of those whose steps could not be listed at the last restore
-        self._has_caught_up = False
-        self._next_catch_up = 0.0
-        """The time of the monotonic clock from which a save tries to catch up again."""
+        self._earlier_steps = EarlierSteps()
         series = SerialCounter(repos)
         try:
             # The repository of record is first, so that a job which is refused there has changed nothing.
@@ -186,8 +181,7 @@ class TierManager:
 
         all_tiers: whether the step is due in all tiers, whatever its number.
         """
-        if time.monotonic() >= self._next_catch_up:
-            self.catch_up()
+        self._earlier_steps.offer_after_pause(self._open_tiers, self._read_only())
         start = self._choose_first_tier(step)
         due = {n for n, tier in enumerate(self._open_tiers) if n and (all_tiers or tier.is_due(step))}
         for number, tier in enumerate(self._open_tiers[start:], start):
@@ -255,8 +249,8 @@ class TierManager:
             other.session.superseded_failure = None
         tier.consecutive_failures = 0
         tier.last_promotion_at = time.monotonic()
-        publish_durable(tier, handle.step)
         commit = handle.checkpoint().commit
+        publish_durable(tier, handle.step, commit.line)
         self._line_and_step = commit.line, handle.step
         self._is_newest_in_main_repo = tier is self._open_tiers[-1]
         self._step_bytes = commit.raw_bytes
@@ -300,20 +294,16 @@ class TierManager:
         step: the loaded step; -1 if there was none.
         """
         self._unlisted_tiers = spare_unlisted(self.repository, self._open_tiers, lambda: self._line_and_step, self._at_end)
-        self._line_and_step = self.repository.training_line_of(step), step
+        self._line_and_step = self._earlier_steps.restored = self.repository.training_line_of(step), step
         self._is_newest_in_main_repo = False
+        for copier in self._copiers:
+            copier.withdraw_later(*self._line_and_step)
         remove_damaged_copies(self.repository)
-        self.catch_up()
+        self._earlier_steps.offer(self._open_tiers, self._read_only())
 
-    def catch_up(self) -> None:
-        """Promote, once, the newest step that an earlier job left in a nearer tier and that is due in a further one.
-
-        If a tier can't be read now, a later call tries again: a save only after CATCH_UP_PAUSE_SECONDS, as the training waits.
-        """
-        if not self._has_caught_up:
-            read_only = [*self._read_only_tiers, *self._previous_memories]
-            self._has_caught_up = offer_earlier_steps(self._open_tiers, read_only, self._line_and_step)
-            self._next_catch_up = time.monotonic() + CATCH_UP_PAUSE_SECONDS
+    def _read_only(self) -> list[Repository]:
+        """Return the repositories with steps of earlier jobs that are no open tiers."""
+        return [*self._read_only_tiers, *self._previous_memories]
 
     def wait(self, progress: Callable[[], None] | None = None) -> None:
         """Wait for the running saves, and until each tier has the steps that are due there; raise SaveFailed if one failed.
@@ -380,13 +370,13 @@ class TierManager:
 
     def _promote_newest(self) -> int:
         """Start copying the newest step to the repository of record, and return its number; -1 if there is none."""
-        self.catch_up()
+        self._earlier_steps.offer(self._open_tiers, self._read_only())
         last_tier = self._open_tiers[-1]
         if last_tier.copier is None:
             return -1
         newest = self._line_and_step
         if newest is None:
-            newest = newest_step_of(self._open_tiers, [*self._read_only_tiers, *self._previous_memories])
+            newest = newest_step_of(self._open_tiers, self._read_only())
         step = newest[1]
         if step >= 0 and not self._is_newest_in_main_repo:
             last_tier.copier.offer(step, newest[0])

@@ -128,10 +128,10 @@ class OpenTier:
         return handle
 
 
-def publish_durable(tier: OpenTier, step: int) -> None:
+def publish_durable(tier: OpenTier, step: int, line: int) -> None:
     """Publish for `ckpt-run` that a step is not only in the memory of hosts."""
     if tier.spec.url != MEMORY and (page := heartbeat_page.own_page()) is not None:
-        page.publish_durable(step)
+        page.publish_durable(step, line)
 
 
 def cancel_promotion(tiers: Iterable[OpenTier], step: int) -> None:

@@ -7,6 +7,7 @@ eight bytes, written in one piece. A heartbeat costs a microsecond and no system
     8 stop acknowledged   9 stop confirmed   10 batch   11 bad step   12 bad kind   13 bad batch   14 bad loss (float)
     15 limit of the bad loss (float)   16 compute time (ns, sum)   17 trouble   18 restored step   19 ended
     20 last SIGTERM (ns, CLOCK_MONOTONIC)   21 durable step   22 training line of the committed step
+    23 training line of the durable step
 
 Coordinated stop: all ranks must stop after the same step, and none may wait for another rank to learn which. The agent writes a
 step into all pages (`request_stop`). A rank that has not passed that step acknowledges it, and does not continue beyond it.
@@ -43,7 +44,7 @@ _BAD_LOSS_KINDS: tuple[BadLossKind, ...] = ("not finite", "spike")
 
 _BEAT_COUNT, _STEP, _PHASE, _SINCE, _COMMITTED, _LOSS, _PID, _STOP_STEP = range(8)
 _STOP_ACKNOWLEDGED, _STOP_CONFIRMED, _BATCH, _BAD_STEP, _BAD_KIND, _BAD_BATCH, _BAD_LOSS, _BAD_LIMIT = range(8, 16)
-_COMPUTED, _TROUBLE, _RESTORED, _ENDED, _SIGTERM_AT, _DURABLE, _LINE = range(16, 23)
+_COMPUTED, _TROUBLE, _RESTORED, _ENDED, _SIGTERM_AT, _DURABLE, _LINE, _DURABLE_LINE = range(16, 24)
 _PAGE_BYTES = 4096
 _NEVER = -(1 << 62)
 
@@ -133,13 +134,16 @@ class HeartbeatPage:
         if line > self._fields[_LINE]:
             self._fields[_COMMITTED] = step  # before the line, which `read` reads first
             self._fields[_LINE] = line
+            if line > self._fields[_DURABLE_LINE]:  # the durable steps from this number on are abandoned
+                self._fields[_DURABLE], self._fields[_DURABLE_LINE] = min(self._fields[_DURABLE], step - 1), line
         elif line == self._fields[_LINE] and step > self._fields[_COMMITTED]:
             self._fields[_COMMITTED] = step
 
-    def publish_durable(self, step: int) -> None:
-        """Publish that a step is committed outside of the memory of hosts."""
-        if step > self._fields[_DURABLE]:
-            self._fields[_DURABLE] = step
+    def publish_durable(self, step: int, line: int = 0) -> None:
+        """Publish that a step is committed outside of the memory of hosts. On a new training line it is the newest."""
+        before = self._fields[_DURABLE_LINE]
+        if line > before or (line == before and step > self._fields[_DURABLE]):
+            self._fields[_DURABLE], self._fields[_DURABLE_LINE] = step, line
 
     def publish_restored(self, step: int, again: bool = False) -> None:
         """Publish the step from which this rank continues; -1 if there is none. With several Checkpointers the newest step
@@ -227,7 +231,7 @@ class HeartbeatPage:
         A bad loss stays, as the agent may not have read it yet.
         """
         self._reset_steps()
-        self._fields[_LINE] = 0
+        self._fields[_LINE] = self._fields[_DURABLE_LINE] = 0
         self._fields[_TROUBLE] = _TROUBLES.index("")
         self.beat(_START)
 

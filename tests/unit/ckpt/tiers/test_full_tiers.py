@@ -21,7 +21,7 @@ import ckpt
 from ckpt.storage.base.errors import Unavailable
 from ckpt.storage.base.store import Entry
 from ckpt.storage.local.directory import LocalStore
-from ckpt.tiers import manager
+from ckpt.tiers import earlier_steps
 
 
 def test_a_full_repository_of_record_does_not_stop_training(
@@ -273,13 +273,13 @@ def test_saves_list_an_unreadable_tier_once_in_a_pause(
     tier_folders: TierFolders, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each save would otherwise wait for the tier, and add a line to the log."""
-    monkeypatch.setattr(manager, "CATCH_UP_PAUSE_SECONDS", 1e9)
+    monkeypatch.setattr(earlier_steps, "CATCH_UP_PAUSE_SECONDS", 1e9)
     run = _Unreadable(LocalStore(tier_folders.run))
     with tier_folders.open(run) as ck:
         run.is_unreadable = True
         train(ck, range(2))
         assert caplog.text.count("is not copied to") == 1
-        ck._tiers._next_catch_up = 0.0
+        ck._tiers._earlier_steps.next_try = 0.0
         train(ck, range(2, 4))
         assert caplog.text.count("is not copied to") == 2
         run.is_unreadable = False

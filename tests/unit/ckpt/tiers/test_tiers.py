@@ -211,11 +211,45 @@ def test_a_step_of_an_earlier_job_does_not_replace_a_later_explicit_save_that_wa
         train(ck, range(10))
         until(lambda: store.began, "the copy of step 9 has begun")
         ck.save(13, state_of(13)).result()
-        ck._tiers._has_caught_up, ck._tiers._next_catch_up = False, 0.0
+        ck._tiers._earlier_steps.is_done, ck._tiers._earlier_steps.next_try = False, 0.0
         ck.step(14, state_of(14)).result()
         store.gate.set()
         ck.wait()
         assert ckpt.open(tier_folders.run).steps() == [9, 13]
+        close_as_if_failed(ck)
+
+
+def test_a_step_that_a_roll_back_has_abandoned_is_not_copied_later(tier_folders: TierFolders) -> None:
+    """A tier could not be read at the restore, and is read again when the job has saved steps on a new training line."""
+    tiers = [ckpt.Tier("memory", every=1, keep=5)]
+    with tier_folders.open(every=10, tiers=tiers) as ck:
+        train_and_wait(ck, range(20))
+        close_as_if_failed(ck)
+    shutil.rmtree(tier_folders.run / "steps/19")
+    with tier_folders.open(every=10, tiers=tiers) as ck:
+        ck._tiers._earlier_steps.is_done = True  # as if only the marker of a tier could not be read
+        assert ck.restore(state_of(0), step=9)[1] == 10
+        train_and_wait(ck, range(10, 13))
+        ck._tiers._earlier_steps.is_done, ck._tiers._earlier_steps.next_try = False, 0.0
+        train_and_wait(ck, range(13, 14))
+        assert ckpt.open(tier_folders.run).steps() == [9]
+        close_as_if_failed(ck)
+
+
+def test_a_step_that_a_roll_back_abandons_while_it_waits_is_not_copied(tier_folders: TierFolders) -> None:
+    """Its first copy has failed, and is retried."""
+    store = FullStore(LocalStore(tier_folders.run))
+    with tier_folders.open(store, every=10, tiers=[ckpt.Tier("memory", every=1, keep=None)]) as ck:
+        store.full = False
+        train_and_wait(ck, range(10))
+        store.full = True
+        train(ck, range(10, 20))
+        with pytest.raises(ckpt.SaveFailed, match="the disk is full"):
+            ck.wait()
+        assert ck.restore(state_of(0), step=9)[1] == 10
+        store.full = False
+        ck.wait()
+        assert ckpt.open(tier_folders.run).steps() == [9]
         close_as_if_failed(ck)
 
 

@@ -90,6 +90,18 @@ def test_abandoned_steps_do_not_count_as_durable(tmp_path: Path, page: Heartbeat
         assert (page.read().durable, page.read().committed) == (2, 3)
 
 
+def test_steps_of_an_earlier_training_line_do_not_count_as_durable(tmp_path: Path, page: HeartbeatPage) -> None:
+    """The loop went back without a restore, and its new steps have lower numbers."""
+    page.publish_durable(19, 0)
+    page.publish_committed(19, 0)
+    page.publish_committed(10, 1)
+    assert (page.read().durable, page.read().committed) == (9, 10)
+    page.publish_durable(19, 0)  # a copy of an abandoned step has ended
+    assert page.read().durable == 9
+    page.publish_durable(10, 1)
+    assert page.read().durable == 10
+
+
 def test_each_step_publishes_a_heartbeat_whether_or_not_a_save_is_due(tmp_path: Path, page: HeartbeatPage) -> None:
     state, beats = {"x": np.zeros(3)}, 0
     with ckpt.Checkpointer(tmp_path / "repo", every=7, group=None) as ck:
