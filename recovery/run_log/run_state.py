@@ -138,8 +138,7 @@ def _apply_entry(run_state: RunState, entry: LogEntry) -> RunState:
         return apply(run_state, entry)
     _require_order(run_state, entry)
     apply = _APPLY.get(entry.kind)
-    run_state = replace(run_state, last=entry)
-    return run_state if apply is None else apply(run_state, entry)
+    return replace(run_state if apply is None else apply(run_state, entry), last=entry)
 
 
 def _apply_lead(run_state: RunState, entry: LogEntry) -> RunState:
@@ -175,18 +174,24 @@ def _apply_note(run_state: RunState, entry: LogEntry) -> RunState:
 
 def _apply_run(run_state: RunState, entry: LogEntry) -> RunState:
     facts = facts_of(entry, RunFacts)
-    spec, newest = facts.spec, run_state.newest
+    spec, newest, limit, budget = facts.spec, run_state.newest, run_state.restore_step_limit, run_state.budget
     same = run_state.spec is not None and _job(run_state.spec) == _job(spec)
     if facts.cut_off is not None:
-        newest = newest.after(facts.cut_off.as_failure(), _current_memory(run_state), run_state.restore_step_limit is not None)
+        failure = facts.cut_off.as_failure()
+        newest = newest.after(failure, _current_memory(run_state), limit is not None)
+        limit, budget = next_restore_step_limit(limit, failure, budget), budget.after(failure, limit is not None)
+    continues = same and not run_state.is_final  # else a user may have mended the program or its data
     others = run_state.newest_of_others if same else (*run_state.newest_of_others, newest.memory)
     return RunState(
         entry.number,
         facts.run,
         spec,
-        last=entry,
         attempt=entry.attempt - 1,
-        budget=Budget(spec.restarts, spec.restarts),
+        # A step counts as newer, which lifts the limit, only if it is newer than all that were committed before.
+        budget=Budget(spec.restarts, spec.restarts, best_step=budget.best_step if continues else -1),
+        skip=run_state.skip if continues else (),
+        restore_step_limit=limit if continues else None,
+        loss_limit=run_state.loss_limit if continues else None,
         memory=run_state.memory,
         saved=newest.step if same else -1,
         newest=newest if same else NewestStep(),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.processes import SOAK, stop
+from helpers.processes import SOAK, stop, until
 from helpers.runs import RANKS, Run, assert_result, kill_ranks
 from helpers.runs import start as start
 
@@ -116,6 +116,22 @@ def test_a_batch_whose_loss_is_never_finite_is_skipped(start: Callable[..., Run]
     assert "the loss of step 17 was nan; the 2nd time there: batches 16 to 17 are skipped" in run.messages
     environments = [e["facts"]["environment"] for e in run.record() if e["kind"] == "start"]
     assert [each.get("CKPT_SKIP") for each in environments] == [None, None, "16-17"]
+
+
+def test_a_batch_is_still_skipped_after_ckpt_run_was_killed(start: Callable[..., Run]) -> None:
+    """The decision to skip it belongs to the job. Without it, the next run would train on the batch a third time."""
+    run = start(fault=("poison", 17, 1))
+    until(lambda: any(e["kind"] == "decision" and e["facts"]["skip"] for e in run.record()), "the decision to skip")
+    run.process.kill()
+    run.process.wait()
+    before = len(run.record())
+    again = start(fault=("poison", 17, 1))
+    assert again.end() == 0, again.messages
+    entries = again.record()[before:]
+    assert [e["facts"]["environment"].get("CKPT_SKIP") for e in entries if e["kind"] == "start"] == ["16-17"]
+    another = start(fault=("poison", 17, 1))
+    assert another.end() == 0, another.messages
+    assert "CKPT_SKIP" not in another.record()[-2]["facts"]["environment"], "the run before has ended by itself"
 
 
 def test_a_job_that_always_fails_is_given_up(start: Callable[..., Run]) -> None:

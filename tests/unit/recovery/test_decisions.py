@@ -67,6 +67,20 @@ def written(run_state: RunState, *drafts: Draft) -> RunState:
     return run_state.apply_entries(entries)
 
 
+def test_the_next_run_of_a_job_keeps_the_decision_of_the_last_one() -> None:
+    """Steps from before the roll-back stay untrusted until a newer one than all of them is committed."""
+    run = world(hosts=1, least=1, agents=1)
+    decision = Draft(0, "decision", "", {"action": "restart", "before": 16, "skip": [[16, 17]], "limit": 2.5})
+    killed = written(run.run_state, entry_drafts.draft_failure(0, failure("a", 20)), decision)
+    again = written(killed, entry_drafts.draft_run(1, "s", run.spec))
+    assert (again.restore_step_limit, again.skip, again.loss_limit) == (16, ((16, 17),), 2.5)
+    drafts = [entry_drafts.draft_failure(1, failure("a", committed, "lost")) for committed in (15, 18, 21)]
+    assert [written(again, draft).restore_step_limit for draft in drafts] == [16, 19, None]
+    given_up = written(killed, entry_drafts.draft_end(0, "", 1, final=True), entry_drafts.draft_run(1, "s", run.spec))
+    other = written(killed, entry_drafts.draft_run(1, "s", replace(run.spec, command=("other",))))
+    assert all((state.restore_step_limit, state.skip, state.loss_limit) == (None, (), None) for state in (given_up, other))
+
+
 def restore_points(failing_steps: Iterable[int], every: int, spoiled: int, oldest: int = 0, broken: bool = False) -> list[int]:
     """Return the steps from which a job continues, and last the one with which it succeeds, or -2 where it is given up.
 
