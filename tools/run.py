@@ -131,11 +131,16 @@ def _adapted_directory(adapt: str, job: JobOptions, host: HostRunOptions, hosts:
 
 def _set_rank_environment(job: JobOptions, launcher: str, security: SecurityOptions) -> None:
     """Set environment variables of this process, which the ranks inherit."""
-    if launcher == "slurm":  # it is the number of agents: more than the ranks of an attempt on the only host that is left
-        os.environ.pop("SLURM_STEP_NUM_TASKS", None)
+    from ckpt.recovery.ranks.allowed_variables import ALLOWED_VARIABLES
+    from ckpt.recovery.ranks.launch import AGENT_VARIABLE
     from ckpt.storage.node.security_options import VARIABLES
     from ckpt.training.loss_spikes import FACTOR_VARIABLE
 
+    if launcher == "slurm":  # it is the number of agents: more than the ranks of an attempt on the only host that is left
+        os.environ.pop("SLURM_STEP_NUM_TASKS", None)
+    if AGENT_VARIABLE in os.environ:  # a rank of another run starts this one, which has another state and other batches
+        for variable in (AGENT_VARIABLE, *ALLOWED_VARIABLES):
+            os.environ.pop(variable, None)
     if job.spike is not None:
         os.environ[FACTOR_VARIABLE] = str(job.spike)
     insecure = "1" if security.insecure else None
