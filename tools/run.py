@@ -136,8 +136,9 @@ def _set_rank_environment(job: JobOptions, launcher: str, security: SecurityOpti
     from ckpt.storage.node.security_options import VARIABLES
     from ckpt.training.loss_spikes import FACTOR_VARIABLE
 
-    if launcher == "slurm":  # it is the number of agents: more than the ranks of an attempt on the only host that is left
-        os.environ.pop("SLURM_STEP_NUM_TASKS", None)
+    if launcher == "slurm":  # these describe the agents: more than the ranks of an attempt on the only host that is left
+        for variable in ("SLURM_STEP_NUM_TASKS", "PMI_RANK", "PMI_SIZE"):
+            os.environ.pop(variable, None)
     if AGENT_VARIABLE in os.environ:  # a rank of another run starts this one, which has another state and other batches
         for variable in (AGENT_VARIABLE, *ALLOWED_VARIABLES):
             os.environ.pop(variable, None)

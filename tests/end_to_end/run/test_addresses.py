@@ -96,9 +96,10 @@ def test_spares_are_counted_among_the_hosts_of_a_launcher(tmp_path: Path) -> Non
     assert "2 hosts share no file for the log of the run" in done.stderr
 
 
-def test_the_only_rank_that_is_left_is_not_one_of_several_tasks_of_slurm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_pmi2", [{}, {"PMI_SIZE": "2", "PMI_RANK": "0"}], ids=["srun", "srun --mpi=pmi2"])
+def test_the_only_rank_that_is_left_is_not_one_of_several_tasks_of_slurm(tmp_path: Path, by_pmi2: dict[str, str]) -> None:
     """After the loss of a host, as with `-n 1 --nnodes 2 --min 1`, the agents of the step are more than the ranks."""
-    environ = os.environ | {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
+    environ = os.environ | {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"} | by_pmi2
     program = "from ckpt.groups.launchers import rank_from_env; print(rank_from_env().size)"
     command = [sys.executable, "-m", "ckpt.tools.run", "--run-dir", str(tmp_path / "run"), "--restarts", "0"]
     command += ["--launcher", "slurm", "--nnodes", "1", "--", sys.executable, "-c", program]
