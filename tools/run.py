@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -62,6 +63,7 @@ def command(state: str | None, adapt: str, job: JobOptions, host: HostRunOptions
     _check_command(job.command, host.launcher)
     name, address = _host_name_and_address(job, host, state if hosts > 1 else None)
     limits, metrics = host.hang_limits(), _parse_metrics_address(host.metrics)
+    memory_security = _node_security(address, security) if host.memory and hosts > 1 else None
     with contextlib.ExitStack() as closing:
         etcd_log = None if state is None else closing.enter_context(contextlib.closing(open_run_log(host.run_dir, state)))
         # Up to here, nothing is written, so that a refused option leaves no file.
@@ -77,7 +79,7 @@ def command(state: str | None, adapt: str, job: JobOptions, host: HostRunOptions
             limits=limits,
             shown_output=host.show,
             use_fork_server=host.warm,
-            security=_node_security(address, security) if host.memory and hosts > 1 else None,
+            security=memory_security,
             metrics=metrics,
             through_mpi=host.launcher == "mpiexec",
             begin_anew=host.again,
@@ -231,9 +233,10 @@ def _usable_url(url: str) -> str:
 def _node_security(address: str, options: SecurityOptions) -> NodeSecurity | None:
     """Return the security options of the memory node of this host, which other hosts use.
 
-    Returns None, and prints the reason, if anyone on the network could use it.
+    Returns None, and prints the reason, if anyone on the network could use it. Raises UsageError for a certificate and a key
+    that can't be used.
     """
-    from ckpt.storage.node.security_options import security_from_environment
+    from ckpt.storage.node.security_options import read_certificate, security_from_environment
 
     security = replace(security_from_environment(), insecure=options.insecure)
     if lacks := security.missing_options(address):
@@ -242,6 +245,9 @@ def _node_security(address: str, options: SecurityOptions) -> NodeSecurity | Non
             "or --insecure or --no-memory",
         )  # fmt: skip
         return None
+    if security.certificate:
+        with common.as_usage_errors():
+            read_certificate(Path(security.certificate), Path(security.key))
     if options.insecure and not is_loopback(address):
         common.print_error("ckpt-run", f"--insecure: anyone who reaches {address} can read and write the memory of this job")
     return security

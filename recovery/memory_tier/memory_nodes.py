@@ -170,7 +170,7 @@ class MemoryNodes:
     def _handle_end(self, text: str) -> None:
         """Note that the process has ended, for a restart after a pause. text: what happened to it."""
         now = time.monotonic()
-        if self._ready:  # a process that was ready will probably be ready again after the restart
+        if self.state == "ready":  # a process that had a fresh node will probably have one again after the restart
             self._fresh_missing_since = now
         self._process, self.nodes, self._ready = None, (), False
         self._retry_at = now + _RESTART_SECONDS

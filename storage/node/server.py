@@ -75,15 +75,12 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
 
     port: 0 chooses a free one.
 
-    Raises StoreError if another node serves the device or the system has no threads left, and pyarrow.ArrowException if it
-    can't listen at this address.
+    Raises StoreError if another node serves the device, it can't listen at this address, or the system has no threads left.
     """
 
     def __init__(self, device: Device, host: str = "127.0.0.1", port: int = 0, options: NodeOptions | None = None) -> None:
-        options = options or NodeOptions()
-        scheme = "grpc+tls" if options.certificate else "grpc+tcp"
         self._device = device
-        self._options = options
+        self._options = options = options or NodeOptions()
         self._buffers = BufferPool(options.buffer_bytes)
         self.identity = device.identity()
         self.uploads = UploadLeases(device.store, self._unreserved_bytes, options.lease_seconds)
@@ -100,16 +97,20 @@ class NodeServer(flight.FlightServerBase):  # type: ignore[misc]
             if options.pass_descriptors
             else None
         )
-        GRPC.note_use()
-        super().__init__(
-            f"{scheme}://{host}:{port}",
-            tls_certificates=[options.certificate] if options.certificate else None,
-            verify_client=options.client_ca is not None,
-            root_certificates=options.client_ca,
-            middleware={message_digests.DigestHeaders.NAME: message_digests.DigestHeaders()}
-            | ({"token": TokenCheck(options.tokens)} if options.tokens else {}),
-        )
         self._stop = threading.Event()
+        middleware = {message_digests.DigestHeaders.NAME: message_digests.DigestHeaders()}
+        GRPC.note_use()
+        try:
+            super().__init__(
+                f"grpc+{'tls' if options.certificate else 'tcp'}://{host}:{port}",
+                tls_certificates=[options.certificate] if options.certificate else None,
+                verify_client=options.client_ca is not None,
+                root_certificates=options.client_ca,
+                middleware=middleware | ({"token": TokenCheck(options.tokens)} if options.tokens else {}),
+            )
+        except pa.ArrowException as error:  # gRPC prints the reason to stderr
+            self.drain(0.0)
+            raise StoreError(f"{device.path} can't listen at {host}:{port}: {error}; see the lines above") from error
         self._reaper = threading.Thread(target=self._expire_until_closed, name="ckpt-node-reaper", daemon=True)
         try:
             start_or_raise(self._reaper, f"the node of {device.path}")

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from helpers.certificates import certificates
 from helpers.faulty_runs import RUN, Faulty, Starter
 from helpers.faulty_runs import start as start
 from helpers.host_runs import job as job
@@ -77,6 +78,17 @@ def test_unusable_options_are_refused_in_one_line(tmp_path: Path, options: list[
     assert words in done.stderr
     assert status == 2 or len(done.stderr.splitlines()) == 1, done.stderr
     assert_no_memory_is_left(tmp_path / "run", socket.gethostname())
+
+
+def test_a_key_of_another_certificate_is_refused_before_the_hosts_meet(tmp_path: Path) -> None:
+    for each in ("old", "new"):
+        (tmp_path / each).mkdir()
+    (_, key), (certificate, _) = certificates(tmp_path / "old"), certificates(tmp_path / "new")
+    command = [*RUN, "--run-dir", str(tmp_path / "run"), "--nnodes", "2", "--give-up", "1"]
+    command += ["--tls-cert", str(certificate), "--tls-key", str(key), "--ca-file", str(certificate), "--", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert (done.returncode, "give a chain and its key, PEM, not encrypted" in done.stderr) == (2, True), done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_command_that_is_no_program_is_refused_in_one_line(tmp_path: Path) -> None:

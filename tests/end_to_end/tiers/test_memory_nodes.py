@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt.aggregator.cluster.config import parse_namespace_url
+from ckpt.recovery.memory_tier import memory_nodes
 from ckpt.recovery.memory_tier.memory_nodes import MemoryNodes
 from ckpt.recovery.run_log import memory_placement
 from ckpt.recovery.run_log.agent_reports import AgentReport, HostFailure
@@ -215,6 +216,34 @@ def test_a_memory_node_whose_port_is_taken_gets_another(tmp_path: Path) -> None:
         assert nodes.nodes == (nodes.fresh,)
         assert not nodes.fresh.endswith(f":{port}")
         assert (tmp_path / str(port)).exists()
+        nodes.close()
+
+
+def test_a_host_whose_memory_process_dies_again_and_again_counts_as_one_without_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other hosts wait for its fresh node only for a while, although each of its processes is ready before it dies."""
+    monkeypatch.setattr(memory_nodes, "_FRESH_SECONDS", 5.0)
+    monkeypatch.setenv("CKPT_FAILPOINTS", "memory_nodes.serve=an unknown action@*")
+    nodes = MemoryNodes(tmp_path, "127.0.0.1", NodeSecurity())
+    try:
+        until(lambda: (nodes.update(()), nodes.state == "off")[1])
+    finally:
+        nodes.close()
+
+
+def test_a_key_of_another_certificate_ends_no_memory_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As while a certificate is renewed, and its key is not written yet."""
+    for each in ("old", "new"):
+        (tmp_path / each).mkdir()
+    (_, old_key), (certificate, _) = certificates(tmp_path / "old"), certificates(tmp_path / "new")
+    nodes = MemoryNodes(tmp_path / "memory", "127.0.0.1", NodeSecurity(False, str(certificate), str(old_key), str(certificate)))
+    try:
+        until(lambda: (nodes.update(()), caplog.messages)[1])
+        (message,) = caplog.messages
+        assert "can't listen at 127.0.0.1" in message
+        assert "has ended" not in message
+    finally:
         nodes.close()
 
 
