@@ -54,7 +54,7 @@ class StagingFailed(CkptError):
     """A leaf could not be copied to staging memory: the host has no memory left, or the framework failed."""
 
 
-MORE_MEMORY_ADVICE = "give memory= a smaller number of bytes, save with blocking=True, or keep less else in memory"
+MORE_MEMORY_ADVICE = "give memory= a smaller number of bytes, save with blocking=True, or free memory of the host"
 """The advice in messages about missing memory for staging."""
 
 

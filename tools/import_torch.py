@@ -119,8 +119,8 @@ def _load(torch: ModuleType, file: IO[bytes], where: str, device: str) -> Any:
         return torch.load(file, map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CkptError(
-            f"{where} has objects that weights_only refuses ({_refused(error)}): load it with torch.load(weights_only=False) "
-            "if you trust it, and give its tensors to ckpt.save; in a folder of DCP, --only can leave it out"
+            f"{where} has objects that weights_only refuses ({_refused(error)}): leave them out with --only (DCP), or if you "
+            "trust them load it with torch, and use ckpt.save"
         ) from error
     except (*DAMAGE, OSError) as error:
         raise_if_unreadable(error, where)
@@ -170,7 +170,10 @@ def _leaf(torch: ModuleType, tensor: Any, where: str, path: str, start: int) -> 
         raise CkptError(f"{where} is a conjugate or negative view: load it with torch, and give its tensors to ckpt.save")
     offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     if offset is None:
-        raise CkptError(f"torch {torch.__version__} does not report where the tensors of a file lie: install another version")
+        raise CkptError(
+            f"torch {torch.__version__} does not report where the tensors of a file lie: install torch 2.7, or load the file "
+            "with torch and use ckpt.save"
+        )
     size = tensor.element_size()
     strides = tuple(step * size for step in tensor.stride())
     region = FileRegion(path, start + offset + tensor.storage_offset() * size, tuple(tensor.shape), strides, size)

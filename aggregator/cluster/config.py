@@ -245,7 +245,7 @@ def config_from_table(name: str, table: Mapping[str, Any], source: str) -> Names
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, InvalidArgument):
             raise
-        raise InvalidArgument(f"{source}: {error!r}; see the documentation of the namespace") from error
+        raise InvalidArgument(f"{source}: a value is missing or wrong ({error!r}); see docs/reference/namespace.md") from error
     return _with_credentials(
         NamespaceConfig(name, members, redundancy, host_domain, etcd_url=etcd_url, etcd_credentials=etcd_credentials),
         table,

@@ -87,7 +87,7 @@ def remove_member(
     remaining = [s for s in namespace.locations if s.name != member and s.name in answers]
     if len(remaining) < redundancy.total_fragments:
         raise InvalidArgument(
-            f"without {member} {format_count(len(remaining), 'member')} can be reached, and {redundancy} needs "
+            f"without {member}, only {format_count(len(remaining), 'member')} can be reached, and {redundancy} needs "
             f"{redundancy.total_fragments}; start the others, or add a member to the URL, or use less redundancy"
         )
     # From now on no writer uses this member.

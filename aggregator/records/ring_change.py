@@ -99,7 +99,10 @@ def ensure_record_redundancy(records: NamespaceRecords, redundancy: Redundancy) 
             time.sleep(0.05)
             records.invalidate_ring()
             continue
-        log.warning("%s was created for less than %s: more members keep each record now", records.url, redundancy)
+        log.warning(
+            "%s keeps its records for fewer lost members than %s needs: more members keep each record now",
+            records.url, redundancy,
+        )  # fmt: skip
         try:
             change_ring(records, members, tolerated_losses=tolerated)
         except Changed:
@@ -107,7 +110,8 @@ def ensure_record_redundancy(records: NamespaceRecords, redundancy: Redundancy) 
         except Unavailable as error:
             records.invalidate_ring()
             raise Unavailable(
-                f"{records.url} was created for less than {redundancy}, and its records can't move to more members now: {error}"
+                f"the records of {records.url} tolerate fewer losses than {redundancy} and can't move to more members now: "
+                f"{error}"
             ) from error
 
 

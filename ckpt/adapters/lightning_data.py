@@ -198,8 +198,8 @@ def _warn_of_other_draws(saved: dict[str, Any]) -> None:
 
 def _other_data_error(what: str) -> CkptError:
     return CkptError(
-        f"the data cannot continue where the saved step was: {what}; use the same dataset, batch size and processes, and a "
-        "sampler with a torch.Generator or state_dict(), or give Checkpoints(check_data=False)"
+        f"the data cannot continue where the saved step was: {what}; use the dataset, batch size, processes and seeded sampler "
+        "of the save, or give Checkpoints(check_data=False)"
     )
 
 

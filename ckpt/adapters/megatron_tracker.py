@@ -96,7 +96,10 @@ def repair_tracker(folder: str, is_saved: Callable[[str], bool]) -> None:
             temporary = shutil.copy(os.path.join(folders[step], _TRAIN_STATE), f"{tracker}.tmp")
             _replace(temporary, tracker)
             return
-    log.warning("%s is torn or names an incomplete checkpoint, and no checkpoint of %s is complete", tracker, folder)
+    log.warning(
+        "%s is torn or names an incomplete checkpoint, and no checkpoint of %s is complete; restore one from a copy, or start "
+        "a new run", tracker, folder,
+    )  # fmt: skip
 
 
 def _is_complete(folder: str | None, step: int) -> bool:

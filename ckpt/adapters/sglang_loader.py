@@ -84,7 +84,9 @@ class SglangStepLoader(DefaultModelLoader):  # type: ignore[misc]
         """Return the step to load and, in case that it fails, the one that the model has."""
         if path not in self._models:
             known = ", ".join(self._models)
-            raise InvalidArgument(f"model_path={path!r}: give that of the start, {known}; the weights are those of its url")
+            raise InvalidArgument(
+                f"model_path={path!r}: give {known}, the path with which the server started; ckpt loads from its url"
+            )
         now = self._models[path]
         new = self._find(now.options)
         if (missing := now.names - new.names) and now.options.strict:

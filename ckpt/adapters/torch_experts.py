@@ -150,8 +150,8 @@ def _expert_tensor(rule: _Rule, match: _Match, name: str, numbers: Mapping[tuple
     is_part = match.number is None and len(rule.ranks) > 1
     if rule.copies is None or (is_part and rule.are_derived and len(rule.copies) > 1):
         raise rule.error(
-            f"which other ranks have the experts of {name} can't be derived from the group; give Experts(group, copies=…), the "
-            "process group of the ranks that have the same experts as this rank"
+            f"the group does not show which ranks have copies of the experts of {name}; give Experts(group, copies=…) their "
+            "process group"
         )
     if match.number is None:
         return ExpertTensor(name, rule.copies, rule.position, len(rule.ranks), rule.axis)

@@ -155,8 +155,8 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]  # mypy does not loo
         except LeafNotFound as error:
             if any(str(error).startswith(f"leaf {name} of ") for name in state if name != MODEL):
                 raise LeafNotFound(
-                    f"the step in {self._url} has only the model (checkpoint.last_save_model_only): load an earlier one with "
-                    f"checkpoint.load_step, or name what to leave out in checkpoint.exclude_from_loading ({error})"
+                    f"the step in {self._url} has only the model: set checkpoint.load_step to an earlier one, or name the rest "
+                    f"in checkpoint.exclude_from_loading ({error})"
                 ) from error
             raise
 

@@ -82,8 +82,8 @@ class Keys:
             return
         if signature is None:
             raise SignatureError(
-                f"{where} has no signature, and a key was given: it was saved without a key, or the signature was removed; if "
-                f"it is yours, load it without a key (key=None, no {KEY_FILE_VARIABLE}) and save it signed to a new URL"
+                f"{where} has no signature, although a key was given; if you trust it, load it without a key (key=None, no "
+                f"{KEY_FILE_VARIABLE}) and save it signed to a new URL"
             )
         key = next((key for key in self.keys if key.id == signature.key), None)
         if key is None:

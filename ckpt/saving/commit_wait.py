@@ -52,8 +52,8 @@ def gather_parts(
         one, instead = len(missing) == 1, other_step_text(repo.store, attempt, missing)
         return RanksMissing(
             f"{ranks_text(missing)} of {lease.size} did not write {'its' if one else 'their'} part of step {attempt.step} "
-            f"{why}; all ranks must save the same steps{instead}, to the same storage; look at the log of "
-            f"{'that rank' if one else 'those ranks'}; to save from one rank alone, give group=None"
+            f"{why}{instead}; look at {'its log' if one else 'their logs'}; all ranks must save the same steps to one URL, or "
+            "one alone with group=None"
         )
 
     def give_up_error() -> StepRefused | None:
@@ -103,9 +103,9 @@ def await_commit(repo: Repository, lease: GroupLease, group: Group, attempt: Att
     commit = _poll(find_commit, lease, timeout_seconds, give_up_error)
     if commit is None:
         raise RanksMissing(
-            f"rank 0 of {lease.size} has not committed step {attempt.step} within {timeout_seconds:g} s; look at its log; "
-            f"every rank of the group must save the same steps{other_step_text(repo.store, attempt, [0])}; to save from one "
-            "rank alone pass group=None"
+            f"rank 0 of {lease.size} has not committed step {attempt.step} within {timeout_seconds:g} s"
+            f"{other_step_text(repo.store, attempt, [0])}; look at its log; all ranks must save the same steps, or one alone "
+            "with group=None"
         )
     return commit
 

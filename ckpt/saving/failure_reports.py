@@ -58,8 +58,8 @@ def lacks_space(error: BaseException) -> bool:
 def note_unknown_outcome(store: Store, lease: GroupLease, group: Group, attempt: Attempt, error: BaseException) -> None:
     """Report, from rank 0, that the store failed during the commit, so that the other ranks check the record once more."""
     reason = (
-        f"rank 0 failed while it committed step {attempt.step} of {store.url}, and can't find out whether the step exists: "
-        f"{error}; look at the list of steps (ckpt-inspect) when the store answers"
+        f"rank 0 failed in the commit of step {attempt.step} of {store.url}, and the step may exist: {error}; list the "
+        "steps with ckpt-inspect"
     )
     failure = {"reason": reason, "missing": False, "full": lacks_space(error), "rank": 0, "uncertain": True}
     group.leave_note(_note_key(lease, attempt, True), json_records.encode("failure", failure))

@@ -42,9 +42,8 @@ def local_shards(flat: FlatState, group: Group) -> list[LocalShard]:
             found.append(make(LocalShard, (name, shards[0].leaf, None, leaf.shape)))
         elif not shards and group.size == 1:
             raise UnsupportedLeaf(
-                f"leaf {name}: a {type(leaf.value).__name__} of shape {list(leaf.shape)} of which this process holds no part, "
-                "such as a process outside of its device mesh; save it with the ranks that have it (group=), or leave it "
-                "out of the state"
+                f"leaf {name}: this process has no part of this {type(leaf.value).__name__} of shape {list(leaf.shape)}; save "
+                "it with the ranks that have it (group=), or leave it out"
             )
         else:
             found += [LocalShard(name, part.leaf, part, leaf.shape) for part in shards]

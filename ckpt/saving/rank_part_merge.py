@@ -118,8 +118,8 @@ def _merge_parts(repo: Repository, listed: Sequence[ListedPart]) -> MergedStep:
         samples.setdefault((metadata["held"], metadata.get("samples", "")), []).append(part.rank)
         buffer_texts.append((part.rank, metadata.get("buffers", "")))
     ranks = [part.rank for part in listed]
-    _require_same_value("digests by", algorithms)
-    _require_same_value("counts its group as", sizes)
+    _require_same_value("uses the digest", algorithms)
+    _require_same_value("has the group size", sizes)
     _require_same_verify(verify)
     descriptions = agreed_descriptions(description_texts)
     require_equal_replicas(copies)

@@ -109,8 +109,8 @@ def require_same_description(name: str, a: LeafDescription, b: LeafDescription) 
     """Raise StepRefused if a leaf has another dtype or shape on two ranks."""
     if a[1:] != b[1:]:
         raise StepRefused(
-            f"leaf {name} is {a.dtype} of global shape {a.shape} on rank {a.rank} and {b.dtype} of global shape {b.shape} on "
-            f"rank {b.rank}; give different arrays different names or ckpt.PerRank, and one array one global_shape"
+            f"leaf {name} is {a.dtype} {a.shape} on rank {a.rank} and {b.dtype} {b.shape} on rank {b.rank}; rename one or use "
+            "ckpt.PerRank, and give all shards of one array the same global_shape"
         )
 
 
@@ -248,7 +248,7 @@ def require_equal_replicas(digests_by_rank: Sequence[tuple[int, Sequence[Replica
             if expected != found:
                 raise StepRefused(
                     f"leaf {name}{_box_text(Box(tuple(offset), tuple(shape)))} differs between rank {other} and "
-                    f"rank {rank}, which should hold equal copies; find out why they differ, or wrap "
+                    f"rank {rank}, which should have equal copies; find out why they differ, or wrap "
                     "a value that each rank has for itself in ckpt.PerRank"
                 )
 
@@ -269,13 +269,13 @@ def require_equal_samples(ranks_by_texts: Mapping[tuple[str, str], Sequence[int]
         for name, sample in unpack_samples(base64.b64decode(text), [name for name, _, _ in unpack_names(described)]).items():
             found.setdefault(name, {}).setdefault(sample, []).extend(ranks)
     differing = [
-        f"leaf {name} holds other bytes on {_differing_ranks_text(by.values())}" for name, by in found.items() if len(by) > 1
+        f"leaf {name} has other bytes on {_differing_ranks_text(by.values())}" for name, by in found.items() if len(by) > 1
     ]
     if differing:
         more = f" and {len(differing) - MAX_NAMED_LEAVES} more leaves" if len(differing) > MAX_NAMED_LEAVES else ""
         raise StepRefused(
-            f"{', '.join(differing[:MAX_NAMED_LEAVES])}{more}; arrays of one name must be equal on all ranks: use ckpt.PerRank "
-            "for own values, ckpt.Shard for parts; for buffers save the module itself. verify_replicas=False compares nothing"
+            f"{', '.join(differing[:MAX_NAMED_LEAVES])}{more}; use ckpt.PerRank for own values, ckpt.Shard for parts, "
+            "the module itself for buffers, or verify_replicas=False"
         )
 
 

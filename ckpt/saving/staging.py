@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from ckpt.block_io.staging_arena import Region
-from ckpt.errors import MORE_MEMORY_ADVICE, StagingFailed
+from ckpt.errors import StagingFailed
 from ckpt.format.digest import digest_and_cells
 from ckpt.saving.attempt_failure import AttemptFailure
 from ckpt.saving.block_plan import Block, stage_block
@@ -158,7 +158,8 @@ class Stager:
             others = " or another one of its block" if len(block.pieces) > 1 else ""
             raise StagingFailed(
                 f"leaf {self._plan.name(block.pieces[0].leaf)}{others} could not be copied for step {self._plan.step} "
-                f"({type(error).__name__}: {first_line(error)}): {MORE_MEMORY_ADVICE}"
+                f"({type(error).__name__}: {first_line(error)}): give a smaller memory=, save with blocking=True, or leave "
+                "the leaf out"
             ) from error
 
 

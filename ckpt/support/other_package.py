@@ -10,9 +10,7 @@ from ckpt.support.user_warning import warn_user
 
 _FILE_OF_THE_OTHER = os.path.join("ckpt", "decorator.py")
 """A file that the other package has, and this one never has."""
-_REPAIR = (
-    "run pip uninstall ckpt, and then, in a clone of the repository of ckpt-store, pip install --force-reinstall --no-deps ."
-)
+_REPAIR = "run pip uninstall ckpt; then, in a clone of ckpt-store, pip install --force-reinstall --no-deps ."
 
 
 def warn_of_other_package(path: Iterable[str] | None = None) -> None:
@@ -20,9 +18,7 @@ def warn_of_other_package(path: Iterable[str] | None = None) -> None:
     for folder in sys.path if path is None else path:
         if isinstance(folder, str) and os.path.exists(os.path.join(folder, _FILE_OF_THE_OTHER)):
             where = folder or "."
-            warn_user(
-                f"{where} has another project's module ckpt, PyPI's package `ckpt`, and one of the two is hidden: {_REPAIR}"
-            )
+            warn_user(f"{where} has PyPI's package `ckpt`, another project whose module hides this one or is hidden: {_REPAIR}")
             return
 
 
@@ -30,6 +26,4 @@ def require_this_package(module: object) -> None:
     """Raise ImportError if the module `ckpt` is not this project's: an installation replaced or removed its first file."""
     if not hasattr(module, "_MODULE_OF"):
         where = next(iter(getattr(module, "__path__", ["?"])))
-        raise ImportError(
-            f"{where} is not the module of ckpt-store, which PyPI's package `ckpt` has replaced or removed: {_REPAIR}"
-        )
+        raise ImportError(f"{where} is not ckpt-store: PyPI's package `ckpt` has replaced or removed its module: {_REPAIR}")

@@ -62,8 +62,8 @@ def _require_shared_step(repo: Repository, main_repo: Repository) -> None:
                 return
     if steps:
         raise InvalidArgument(
-            f"{repo.url} has steps, and nothing proves that they belong to {main_repo.url}, as its {TIER_NOTE_NAME} is missing "
-            "or damaged: use another URL for this tier, or delete the folder; ckpt.load can read these steps"
+            f"{repo.url} has steps that may be of another repository than {main_repo.url} (no usable {TIER_NOTE_NAME}): use "
+            "another URL for this tier, or delete the folder"
         )
 
 

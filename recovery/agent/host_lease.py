@@ -52,8 +52,7 @@ class ContactLoss:
         """The message for the user of this host."""
         return (
             f"the run log ({self.run_log}) and {self._other_hosts} could not be reached for {self.seconds:.1f} s, so the ranks "
-            "here are ended, as the others may continue without them; check the network: this host takes part again when it is "
-            "back"
+            "here are ended, as the others may continue; check the network, after which this host takes part again"
         )
 
     @property

@@ -118,7 +118,7 @@ class Joining:
         is_alone = self._request.spec.hosts == 1 and not self._log.run_log.is_remote
         is_name_in_use = holder_of(reports.get(self._request.name)) not in ("", self._request.make_report().incarnation)
         must_observe = reports and not is_alone and (is_name_in_use or not can_join)
-        # Another agent takes over the name only after the time after which the hosts of the run take the first one for lost.
+        # Another agent gets the name only once the hosts of the run count its previous holder as lost.
         seconds = LOST_SECONDS + REPORT_SECONDS if is_name_in_use else 3 * REPORT_SECONDS
         return find_living_agents(self._log.run_log, seconds) if must_observe else {}
 
@@ -157,8 +157,8 @@ class Joining:
         folder = self._request.nodes_folder
         if run_state.last is None and folder is not None and (nodes := nodes_with_steps(folder)):
             raise CkptError(
-                f"the log of the run is empty, but {nodes[0]} has steps of a run: the log was lost, or --state names another "
-                f"one; give the right --state, or another --run-dir; if nobody needs these steps, remove {folder}"
+                f"the log of the run is empty, but {nodes[0]} has steps: give the right --state, or another --run-dir; if "
+                f"nobody needs these steps, remove {folder}"
             )
 
     def _begin(self, reports: Mapping[str, Mapping[str, object]], living: Mapping[str, AgentReport]) -> Joined | None:

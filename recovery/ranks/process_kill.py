@@ -78,7 +78,8 @@ def wait_for_killed(process: subprocess.Popen[bytes]) -> None:
         process.wait(_KILLED_SECONDS)
     except subprocess.TimeoutExpired:
         log.warning(
-            "process %d was killed and has not ended for %g s: it hangs in the kernel, or a debugger traces it; it is left",
+            "process %d was killed and has not ended for %g s: it hangs in the kernel, or a debugger traces it; end the "
+            "debugger, or restart this host",
             process.pid, _KILLED_SECONDS,
         )  # fmt: skip
 

@@ -78,8 +78,8 @@ class EtcdRunLog(RunLog):
             self._warn_once(key, "%s in etcd is not the next entry of the run log: it is ignored")
         if refused and not after and (refused == len(entries) or not self._signer.has_token):
             raise Refused(
-                f"the log of the run in {folder} is of a job with another token: of {len(entries)} entries {refused} can't be "
-                "trusted; give the token of that run (--token-file, CKPT_TOKEN_FILE), or another NAME in --state"
+                f"{folder} has the log of a job with another token ({refused} of {len(entries)} entries): give that token "
+                "(--token-file, CKPT_TOKEN_FILE), or another NAME in --state"
             )
         return entries
 
@@ -103,7 +103,7 @@ class EtcdRunLog(RunLog):
                     raise Malformed(f"it is a {type(facts).__name__}")
                 found[item.key.removeprefix(folder)] = facts
             except ValueError as error:  # UntrustedValue, Malformed
-                self._warn_once(item.key, f"%s in etcd is no report of an agent of this run ({error}): it is ignored")
+                self._warn_once(item.key, f"%s in etcd is not a report of an agent of this run ({error}): it is ignored")
         return found
 
     def publish_report(self, name: str, facts: Mapping[str, object], replaces: str = "") -> None:

@@ -48,7 +48,7 @@ class SqliteRunLog(RunLog):
                 self._db.text_factory = bytes
                 return
             require_local_file_system(
-                self.path.parent, "the log of a run", "give --run-dir on a disk of this host, or --state etcd://HOST:PORT/NAME"
+                self.path.parent, "the log of a run", "give a local --run-dir, or --state etcd://HOST:PORT/NAME"
             )
             self.path.parent.mkdir(parents=True, exist_ok=True)
             make_durable_root(os.path.abspath(folder))  # SQLite makes its files durable, but not their folder

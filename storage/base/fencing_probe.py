@@ -29,14 +29,10 @@ def require_conditional_puts(store: Store, name: str) -> None:
     if store.url in _probed_urls:
         return
     if not store.honours_conditions(name):
-        what = (
-            f"{store.url} accepts puts whose condition (If-None-Match, If-Match) does not hold: a writer whose repository "
-            "another job has taken over could replace and delete the steps of that job"
-        )
+        what = f"{store.url} ignores conditions of puts, so an old writer could delete its successor's steps"
         if not _is_allowed_unfenced(store.url):
             raise Refused(
-                f"{what}; use a store with conditional puts (docs/reference/stores.md lists them); if only one job at a time "
-                f"writes there, set {UNFENCED_STORES_VARIABLE}={store.url}"
+                f"{what}; use a store with conditional puts, or for a single job set {UNFENCED_STORES_VARIABLE} to this URL"
             )
         log.warning("%s; %s allows it", what, UNFENCED_STORES_VARIABLE)
     _probed_urls.add(store.url)

@@ -45,13 +45,13 @@ def require_local_file_system(path: str | os.PathLike[str], what: str, advice: s
     if found is None or found in _LOCAL_TYPES or _is_allowed_by_user(where):
         return
     if found in _NETWORK_TYPES:
-        kind = f"on {_NETWORK_TYPES[found]}, a network file system"
+        kind = f"on {_NETWORK_TYPES[found]}"
     else:
         name = "FUSE" if found == _FUSE_TYPE else f"a file system of type {found:#x}"
-        kind = f"on {name}, which may be a network file system"
+        kind = f"on {name}, perhaps of a network"
     raise StoreError(
-        f"{where} is {kind}: {what} there can lose acknowledged changes, since SQLite needs a file system of one host; "
-        f"{advice}; if it is a file system of this host, set {LOCAL_FILE_SYSTEMS_VARIABLE}={_existing_parent(where)}"
+        f"{where} is {kind}, where {what} can lose acknowledged changes; {advice}; if it is local, set "
+        f"{LOCAL_FILE_SYSTEMS_VARIABLE} to it"
     )
 
 

@@ -310,10 +310,7 @@ class SqliteRegisters(Registers):
         if self._owner_pid != os.getpid():  # a forked child must not use its parent's connection, not even to close it
             self._connection, self._owner_pid = None, os.getpid()
         if self._connection is None:
-            require_local_file_system(
-                os.path.dirname(self._path), "registers",
-                "use a disk of this host, and reach it from others through a ckpt-node (ckpt://HOST:PORT/…)",
-            )  # fmt: skip
+            require_local_file_system(os.path.dirname(self._path), "registers", "use a local disk, and serve it with ckpt-node")
             folder = os.path.dirname(os.path.abspath(self._path))
             (self._make_folder or make_durable_root)(folder)  # SQLite makes its files durable, but not their folder
             self._connection = open_wal_database(self._path, _SCHEMA)

@@ -293,7 +293,7 @@ class FsspecStore(Store):
         except Exception as error:
             # A service has no sectors: file systems of fsspec raise EIO for its errors that have no other number.
             kind = Unavailable if getattr(error, "errno", None) == errno.EIO else StoreError
-            raise kind(f"{where} failed: {error!r}; see the file system's own documentation") from error
+            raise kind(f"{where} failed: {error!r}; check the server, your permissions and the options of this URL") from error
 
 
 class _FsspecWriter(Writer):

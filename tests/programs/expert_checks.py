@@ -55,11 +55,11 @@ def different_numbers() -> None:
 
 
 def copies_that_differ() -> None:
-    """Check that experts that are no copies are refused: here each rank has other experts, but the group says otherwise."""
+    """Check that experts that are not copies are refused: here each rank has other experts, but the group says otherwise."""
     _, group, _ = blocks()
     state = ModelState(make([2 * dist.get_rank(), 2 * dist.get_rank() + 1]), experts={PATTERN: group})
     message = refused(state, ROOT / "drifted")
-    assert "model.0.experts." in message and "holds other bytes" in message, message  # noqa: PT018
+    assert "model.0.experts." in message and "has other bytes" in message, message  # noqa: PT018
 
 
 def without_a_token() -> None:

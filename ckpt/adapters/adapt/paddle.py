@@ -19,7 +19,7 @@ _NAME = "paddle.Model"
 def fit(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `original`, the method `Model.fit`, with a callback that saves to the repository of this training run."""
     if not paddle.in_dynamic_mode():
-        hooks.print_refused(_NAME, "it runs in the static mode of Paddle")
+        hooks.print_refused(_NAME, "it runs in the static mode of Paddle: remove paddle.enable_static()")
         return original(*args, **kwargs)
     bound = inspect.signature(original).bind(*args, **kwargs)
     given = bound.arguments.get("callbacks") or []

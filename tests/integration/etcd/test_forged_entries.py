@@ -57,7 +57,7 @@ def test_a_forged_start_entry_starts_no_rank(server: EtcdProcess, tmp_path: Path
             stolen = Signer(TOKEN).sign(f"{AGENTS}a", json.dumps(report).encode())
             etcd.put(f"{AGENTS}{name}", stolen if name == "y" else json.dumps({**report, "name": "z"}).encode())
         expected = [f"entry {number} of the log of the run is skipped" for number in forged]
-        expected.append(f"{AGENTS}y in etcd is no report of an agent of this run")
+        expected.append(f"{AGENTS}y in etcd is not a report of an agent of this run")
         until(lambda: all(text in job.messages(name) for text in expected for name in "ab"))
         reached = min(job.steps_done(0))
         until(lambda: min(job.steps_done(0)) > reached + 20)
@@ -70,7 +70,7 @@ def test_a_forged_start_entry_starts_no_rank(server: EtcdProcess, tmp_path: Path
         monkeypatch.delenv("CKPT_TOKEN")
         refused = job.ask("drain")
         assert refused.returncode == 1
-        assert "give the token of that run" in refused.stderr, "an unsigned request would be ignored"
+        assert "give that token" in refused.stderr, "an unsigned request would be ignored"
         assert "was not checked, as there is no token" in job.ask("why").stderr
         monkeypatch.setenv("CKPT_TOKEN", TOKEN)
         assert job.ask("drain").returncode == 0
@@ -90,7 +90,7 @@ def test_a_copied_entry_counts_only_at_its_own_key(server: EtcdProcess) -> None:
     assert [entry.text[:8] for entry in state.entries()] == ["first", "second", "entry 3 "]
     assert state.append(3, [Draft(0, "note", "fourth")]), "an ignored entry has its number, too"
     assert state.entries(3)[0].text == "fourth"
-    with pytest.raises(Refused, match="is of a job with another token"):
+    with pytest.raises(Refused, match="has the log of a job with another token"):
         EtcdRunLog(f"etcd://{server.endpoint.removeprefix('http://')}/other", TOKEN).entries()
 
 
@@ -113,7 +113,7 @@ def test_keys_that_no_agent_writes_are_ignored(server: EtcdProcess, caplog: pyte
 def test_an_agent_with_another_token_or_none_takes_no_part(server: EtcdProcess, caplog: pytest.LogCaptureFixture) -> None:
     assert _state(server).append(0, [Draft(0, "note", "first")])
     for token in ("another token, which is long enough, too", None):
-        with pytest.raises(Refused, match="give the token of that run .*, or another NAME"):
+        with pytest.raises(Refused, match="give that token .*, or another NAME"):
             _state(server, token).entries()
     with caplog.at_level(logging.WARNING):
         assert [entry.text for entry in _state(server, None, read_only=True).entries()] == ["first"]

@@ -43,7 +43,8 @@ def test_bad_reports_and_entries_end_no_agent(tmp_path: Path) -> None:
         for row in rows:
             while not etcd.put_new({f"{LOG}{len(etcd.range(LOG)) + 1:012d}": json.dumps(row).encode()}):
                 pass
-        expected = [f"{AGENTS}bad{i} in etcd is no report" for i in (0, 1, 2, 4)] + [f"report of agent bad{i}" for i in (3, 5)]
+        expected = [f"{AGENTS}bad{i} in etcd is not a report" for i in (0, 1, 2, 4)]
+        expected += [f"report of agent bad{i}" for i in (3, 5)]
         until(lambda: all(text in job.messages(name) for text in expected for name in "ab"))
         job.until(lambda log: any(entry.text == "read" for entry in log), "the last entry is read")
         reached = min(job.steps_done(0))

@@ -243,7 +243,7 @@ def test_an_update_takes_the_newest_step_and_keeps_the_old_weights_if_it_fails(t
 
     assert (same["done"], same["digest"]) == (True, first)
     assert (path["done"], path["digest"]) == (False, first)
-    assert f"give that of the start, {config}" in path["message"]
+    assert f"give {config}, the path with which the server started" in path["message"]
     assert (damaged["done"], damaged["digest"]) == (False, first)
     assert "Failed to update weights: leaf lm_head.weight of step 2" in damaged["message"]
     assert (missing["done"], missing["digest"]) == (False, first)

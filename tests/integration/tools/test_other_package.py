@@ -64,20 +64,20 @@ def test_both_in_one_folder(site: Path) -> None:
         (site / "ckpt" / f"{name}.py").write_text("__version__ = '0.2.3'\n")
     replaced = run(site, "-m", "ckpt.tools.inspect", "--help")
     assert replaced.returncode == 1
-    assert "is not the module of ckpt-store" in replaced.stderr
+    assert "is not ckpt-store" in replaced.stderr
     assert "pip uninstall ckpt" in replaced.stderr
 
     (site / "ckpt" / "__init__.py").write_text(ours)  # this one is installed after the other
     works = run(site, "-c", "import ckpt; print(ckpt.save)")
     assert works.returncode == 0
-    assert f"{site} has another project" in works.stderr
+    assert f"{site} has PyPI's package" in works.stderr
     assert "pip uninstall ckpt" in works.stderr
 
     for name in OTHER_FILES:  # the other one is uninstalled: it takes the common file with it
         (site / "ckpt" / f"{name}.py").unlink()
     left = run(site, "-m", "ckpt.tools.inspect", "--help")
     assert left.returncode == 1
-    assert "is not the module of ckpt-store" in left.stderr
+    assert "is not ckpt-store" in left.stderr
 
 
 def test_the_other_in_a_folder_of_its_own(site: Path, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_the_other_in_a_folder_of_its_own(site: Path, tmp_path: Path) -> None:
     (tmp_path / "other" / "ckpt" / "decorator.py").touch()
     hidden = run(site, "-c", f"import sys; sys.path.append({str(tmp_path / 'other')!r}); import ckpt")
     assert hidden.returncode == 0
-    assert f"{tmp_path / 'other'} has another project" in hidden.stderr
+    assert f"{tmp_path / 'other'} has PyPI's package" in hidden.stderr
 
 
 def test_a_folder_of_checkpoints_with_the_name_of_the_module_hides_nothing(site: Path) -> None:

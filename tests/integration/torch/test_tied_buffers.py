@@ -87,7 +87,7 @@ def test_an_array_that_is_nowhere_trained_is_a_frozen_parameter_or_else_a_buffer
 def test_a_diverged_weight_that_is_a_buffer_first_is_refused(tmp_path: Path, kind: str) -> None:
     def save(group: Any) -> None:
         model = Model(("buffer", kind), _values(group.rank + 1.0))
-        with pytest.raises(ckpt.StepRefused, match=r"leaf m\.buffer\.values holds other bytes on rank 1"):
+        with pytest.raises(ckpt.StepRefused, match=r"leaf m\.buffer\.values has other bytes on rank 1"):
             ckpt.save({"m": model}, tmp_path, 1, group=group)
 
     with ThreadPoolExecutor(2) as pool:

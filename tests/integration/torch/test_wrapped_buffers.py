@@ -272,7 +272,7 @@ def test_a_parameter_that_is_also_a_buffer_must_be_equal_on_all_ranks(tmp_path: 
             made.weight.fill_(group.rank)
             made.bias.fill_(0)
         made.register_buffer("copy", made.weight.data)
-        with pytest.raises(ckpt.StepRefused, match="leaf model.weight holds other bytes on rank 1"):
+        with pytest.raises(ckpt.StepRefused, match="leaf model.weight has other bytes on rank 1"):
             ckpt.save({"model": made}, tmp_path, 1, group=group)
 
     on_ranks(RANKS, refused)

@@ -98,4 +98,4 @@ def test_training_that_torchtitan_saved_continues(tmp_path: Path) -> None:
     leaves = repository[12].leaves()
     assert all(leaf.name.startswith("model.") for leaf in leaves)
     printed = training.run("cut", "--training.steps=14", status=1)
-    assert "has only the model (checkpoint.last_save_model_only): load an earlier one" in printed
+    assert "has only the model: set checkpoint.load_step to an earlier one" in printed

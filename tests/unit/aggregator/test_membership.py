@@ -145,7 +145,7 @@ def test_removing_a_member_that_is_needed_is_refused(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "disk1")
     (tmp_path / "disk1").write_text("broken")
     for name in ("disk0", "disk2"):
-        with pytest.raises(InvalidArgument, match=f"without {name} 1 member can be reached, and 2x needs 2"):
+        with pytest.raises(InvalidArgument, match=f"without {name}, only 1 member can be reached, and 2x needs 2"):
             rebalance.remove_member(of_disks(tmp_path, 0, 1, 2), name)
     namespace.put("b", DATA)
     four = of_disks(tmp_path, 0, 1, 2, 3)

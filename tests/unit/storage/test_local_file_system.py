@@ -31,7 +31,7 @@ def test_run_logs_and_registers_are_refused_on_network_file_systems(
     monkeypatch.setattr(file_system_kind, "_file_system_type", lambda folder: kind)
     with pytest.raises(StoreError, match="etcd://"):
         SqliteRunLog(tmp_path / "run")
-    with pytest.raises(StoreError, match="through a ckpt-node"):
+    with pytest.raises(StoreError, match="serve it with ckpt-node"):
         SqliteRegisters(str(tmp_path / "registers.sqlite")).mark_complete()
     assert not list(tmp_path.iterdir())
     monkeypatch.setenv(LOCAL_FILE_SYSTEMS_VARIABLE, f"/elsewhere:{tmp_path}")
@@ -63,7 +63,7 @@ def test_a_run_log_on_a_fuse_mount_is_refused(tmp_path: Path) -> None:
             if process.poll() is not None:
                 pytest.skip(f"FUSE is not available on this machine: {process.stderr and process.stderr.read()!r}")
             time.sleep(0.02)
-        with pytest.raises(StoreError, match="on FUSE, which may be a network file system"):
+        with pytest.raises(StoreError, match="on FUSE, perhaps of a network"):
             SqliteRunLog(folder / "run")
     finally:
         subprocess.run(["fusermount3", "-u", "-z", str(folder)], check=False)

@@ -310,7 +310,8 @@ def _act_after_import(spec: ModuleSpec, actions: dict[str, Callable[[ModuleType]
         try:
             action(module)
         except Exception as error:  # the framework differs from the one that is known
-            print_refused(spec.name, f"this version differs ({type(error).__name__}: {error})")
+            what = f"this version differs ({type(error).__name__}: {error})"
+            print_refused(spec.name, f"{what}: install a version that ckpt supports")
 
     # Python leaves frames with these names out of the traceback of a failed import, as it does its own.
     exec_module.__code__ = exec_module.__code__.replace(

@@ -31,5 +31,6 @@ def _run_hidden() -> None:
 try:
     _install_hooks()
 except Exception as error:  # the script runs without the hooks
-    print(f"ckpt: --adapt does not work here ({type(error).__name__}: {error}): the script is not saved", file=sys.stderr)
+    what = f"--adapt does not work here ({type(error).__name__}: {error}), and the script is not saved"
+    print(f"ckpt: {what}; use --adapt=off, or install ckpt for this Python", file=sys.stderr)
 _run_hidden()

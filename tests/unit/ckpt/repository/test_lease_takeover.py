@@ -226,7 +226,7 @@ def test_a_lease_that_the_store_can_not_protect_is_released(tmp_path: Path) -> N
     repo = Repository(_Careless(tmp_path))
     with pytest.raises(Refused) as error:
         acquire_lease(repo)
-    one_line(error, f"{repo.url} accepts puts whose condition", "does not hold")
+    one_line(error, f"{repo.url} ignores conditions of puts", "for a single job set")
     assert newest_generation(repo) == 1
     assert lease_holder(repo, 1) is None
 

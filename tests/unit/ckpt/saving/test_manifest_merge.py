@@ -89,14 +89,14 @@ def test_a_gap_of_one_process_is_about_its_shards() -> None:
 
 def test_different_shapes_of_one_leaf_are_refused() -> None:
     parts = [part(0, [StoredBox("w", (8,), box((0, 4)))]), part(7, [StoredBox("w", (9,), box((4, 9)))])]
-    refused(parts, "leaf w", "shape (8,) on rank 0", "shape (9,) on rank 7")
+    refused(parts, "leaf w", "float32 (8,) on rank 0", "float32 (9,) on rank 7")
     parts = [part(0, [StoredBox("w", (8,), box((0, 8)))]), part(7, [StoredBox("w", (8, 1), box((0, 8), (0, 1)))])]
-    refused(parts, "leaf w", "shape (8,) on rank 0", "shape (8, 1) on rank 7")
+    refused(parts, "leaf w", "float32 (8,) on rank 0", "float32 (8, 1) on rank 7")
 
 
 def test_different_dtypes_of_one_leaf_are_refused() -> None:
     parts = [part(1, [StoredBox("w", (8,), box((0, 4)))]), part(2, [StoredBox("w", (8,), box((4, 8)), dtype="int32")])]
-    refused(parts, "leaf w", "float32 of global shape (8,) on rank 1", "int32 of global shape (8,) on rank 2")
+    refused(parts, "leaf w", "float32 (8,) on rank 1", "int32 (8,) on rank 2")
 
 
 def test_a_leaf_description_of_a_rank_without_rows_is_checked() -> None:
@@ -108,7 +108,7 @@ def test_a_leaf_description_of_a_rank_without_rows_is_checked() -> None:
     for dtype, shape in (("float32", (8, 1)), ("int32", (8,)), ("float32", ())):
         with pytest.raises(StepRefused) as error:
             merge_rows(parts, {"w": LeafDescription(7, dtype, shape)})
-        assert f"float32 of global shape (8,) on rank 0 and {dtype} of global shape {shape} on rank 7;" in str(error.value)
+        assert f"float32 (8,) on rank 0 and {dtype} {shape} on rank 7;" in str(error.value)
 
 
 @pytest.mark.parametrize("outside", [box((4, 9)), box((-1, 4)), box((9, 9)), Box((4, 0), (4, 1)), Box((), ())])

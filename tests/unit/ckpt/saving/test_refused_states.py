@@ -166,14 +166,14 @@ def test_replicas_of_different_shapes_or_dtypes_are_refused(tmp_path: Path, kind
     for error in refused(tmp_path, both, verify_replicas=verify):
         assert isinstance(error, ckpt.StepRefused)
         dtype = "float32" if kind == "dtype" else "float64"
-        expected = f"leaf w is float64 of global shape {first} on rank 0 and {dtype} of global shape {second} on rank 1; give"
+        expected = f"leaf w is float64 {first} on rank 0 and {dtype} {second} on rank 1; rename"
         assert str(error).startswith(f"step 1: {expected}"), error
 
 
 def test_a_module_of_another_size_is_refused(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     for error in refused(tmp_path, lambda rank: {"m": torch.nn.Linear(3, 3 + rank)}):
-        assert "m.weight is float32 of global shape (3, 3) on rank 0 and float32 of global shape (4, 3) on rank 1" in str(error)
+        assert "m.weight is float32 (3, 3) on rank 0 and float32 (4, 3) on rank 1" in str(error)
         assert "ckpt.PerRank" in str(error)
 
 

@@ -93,7 +93,7 @@ def test_arrays_that_differ_between_ranks_are_refused_by_name(tmp_path: Path, na
             assert message is None
         else:
             assert message is not None
-            assert message.startswith(f"step 1: leaf it holds other bytes {expected}; arrays"), message
+            assert message.startswith(f"step 1: leaf it has other bytes {expected}; use"), message
     assert ckpt.open(tmp_path).steps() == ([] if expected else [1])
 
 
@@ -117,7 +117,7 @@ def test_only_leaves_that_ranks_share_are_compared(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         for message in pool.map(save, ThreadGroup.make(4)):
-            assert "leaf tied holds other bytes on ranks 2, 3 than on ranks 0, 1;" in message
+            assert "leaf tied has other bytes on ranks 2, 3 than on ranks 0, 1;" in message
             assert "stage" not in message
 
 
