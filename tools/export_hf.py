@@ -157,7 +157,7 @@ def _read_config(source: Path | None, name: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise CkptError(f"--config {path} is not a JSON object; name a {name}")
     if name == _ADAPTER_CONFIG and "peft_type" not in config:
-        raise CkptError(f"--config {path} is no configuration of peft: it has no peft_type; name an {name}")
+        raise CkptError(f"--config {path} is not a configuration of peft: it has no peft_type; name an {name}")
     return config
 
 

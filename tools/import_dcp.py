@@ -63,7 +63,7 @@ class MetadataUnpickler(pickle.Unpickler):
     def find_member(kind: object, name: str) -> Any:
         """Return a member of an enumeration. Python 3.11.0 to 3.11.3 store members as calls of getattr."""
         if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
-            raise pickle.UnpicklingError(f"it has a getattr of {kind!r}, which is no enumeration of DCP's metadata")
+            raise pickle.UnpicklingError(f"it has a getattr of {kind!r}, which is not an enumeration of DCP's metadata")
         return kind[name]
 
 

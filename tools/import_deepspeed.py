@@ -63,7 +63,7 @@ def _zero_folder(source: Path) -> Path:
     if latest.is_file():
         source = source / Path(read_pointer(latest).strip()).name
     if not (source / "zero").is_dir():
-        raise CkptError(f"{source} has no folder zero, so it is no universal checkpoint: name the folder that has it")
+        raise CkptError(f"{source} has no folder zero, so it is not a universal checkpoint: name the folder that has it")
     return source / "zero"
 
 

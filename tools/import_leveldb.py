@@ -17,7 +17,7 @@ def read_leveldb(path: Path) -> dict[bytes, bytes]:
     data = path.read_bytes()
     footer = data[-_FOOTER_BYTES:]
     if len(footer) < _FOOTER_BYTES or struct.unpack("<Q", footer[-8:])[0] != _MAGIC:
-        raise ValueError("it is no table of LevelDB")
+        raise ValueError("it is not a table of LevelDB")
     meta, at = _read_handle(footer, 0)
     index, _ = _read_handle(footer, at)
     _block(data, meta)

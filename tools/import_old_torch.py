@@ -41,7 +41,7 @@ def load_to_meta(torch: ModuleType, file: IO[bytes]) -> Any:
             kind, storage_type, key, _, elements = saved_id
             if kind != "storage":
                 raise CkptError(
-                    f"a file of torch.save refers to a {kind}, which is no storage of a tensor: copy the file again"
+                    f"a file of torch.save refers to a {kind}, which is not a storage of a tensor: copy the file again"
                 )
             dtype = torch.uint8 if storage_type is torch.UntypedStorage else storage_type.dtype
             if key not in storages:

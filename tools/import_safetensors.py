@@ -126,7 +126,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
             raise ValueError("it is shorter than its header")
         header = parse_json(text)
         if not isinstance(header, dict):
-            raise ValueError("its header is no JSON object")
+            raise ValueError("its header is not a JSON object")
     except ValueError as error:
         raise CkptError(f"{path} is not a safetensors file, or is damaged ({error}): copy it again") from error
     return header, 8 + length

@@ -43,7 +43,7 @@ _OWN_ENTRIES = frozenset((
     "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version", "universal_checkpoint_info",
     "num_experts", "ds_autoep_layers", "checkpoint_parallel_dimensions",
 ))  # fmt: skip
-"""The entries of a model file that are no `client_state` of the user."""
+"""The entries of a model file that are not a `client_state` of the user."""
 
 
 _STEP_BYTES = 8
@@ -71,7 +71,7 @@ def _enum_member(of: type, name: str) -> StandIn:
     Raises UnpicklingError for an attribute of anything else.
     """
     if not (isinstance(of, type) and issubclass(of, StandIn)):
-        raise pickle.UnpicklingError("Unsupported global: getattr of an object that is no enumeration of DeepSpeed")
+        raise pickle.UnpicklingError("Unsupported global: getattr of an object that is not an enumeration of DeepSpeed")
     return of(name)
 
 

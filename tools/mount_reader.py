@@ -97,7 +97,7 @@ class MountReader:
             self.notice(path, current)
 
     def notice(self, path: str, current: FileRecord) -> None:
-        """Read on in a file that this mount has just found under a path, if the opened file is the beginning of it."""
+        """Continue in a file that this mount has just found under a path, if it begins with the opened file."""
         is_decided = False
         while not is_decided:
             with self._lock:

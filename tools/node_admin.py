@@ -276,7 +276,8 @@ def _print_findings(namespace: Namespace, found: ScrubReport) -> None:
         emit(f"{member}: {format_count(len(names), 'object')} that no record names")
     _print_unreadable(found.unreadable_paths)
     if found.lagging_paths:
-        emit(f"{format_count(len(found.lagging_paths), 'record')} not the same on all members that keep them")
+        differ, them = ("differs", "it") if len(found.lagging_paths) == 1 else ("differ", "them")
+        emit(f"{format_count(len(found.lagging_paths), 'record')} {differ} between the members that keep {them}")
     for member, error in found.missing_members.items():
         emit(f"{member} is missing: {error}")
     if found.insufficient_redundancy:

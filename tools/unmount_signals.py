@@ -26,7 +26,7 @@ _SECONDS_TO_END = 5.0
 def unmount_on_signals(folder: Path) -> None:
     """Unmount at the first signal, and end this process at the second. Ignored signals (nohup) stay ignored.
 
-    A SIGHUP is no second signal: if a terminal is closed, its shell and the kernel may each send one.
+    A SIGHUP is not a second signal: if a terminal is closed, its shell and the kernel may each send one.
     """
     receiver, sender = os.pipe()
     os.set_blocking(sender, False)

@@ -22,7 +22,7 @@ def require_string(table: Mapping[str, Any], key: str, source: str, default: str
 
 
 def number_or_nan(value: object) -> float:
-    """Return a value as a number; NaN, which is in no range, if it is none."""
+    """Return a value as a number; NaN, which is in no range, if it is not a number."""
     try:
         return math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):

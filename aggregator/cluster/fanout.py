@@ -72,7 +72,7 @@ class FanOut:
         Late calls continue in the background. A member that is down is called only if the answers of the others are not enough.
 
         calls: by member. timeout_seconds: how long to wait for the members that are up, and then again for those that are down.
-        is_acceptable: whether the caller can do with these answers; the wait for the others is short then. skip_failed: never
+        is_acceptable: whether these answers are enough if no more arrive soon. skip_failed: never
         call members that are down. mark_late: a member that has not answered in time counts as down.
         """
         answers: dict[str, T] = {}

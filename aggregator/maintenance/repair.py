@@ -232,7 +232,7 @@ def _quarantine(namespace: Namespace, damaged_objects: Iterable[tuple[str, str]]
 
 
 class ByteRateLimiter:
-    """Delays its callers so that they process at most `rate` bytes per second; None is no limit. Safe for many threads."""
+    """Delays its callers so that they process at most `rate` bytes per second; None means no limit. Safe for many threads."""
 
     def __init__(self, rate: float | None) -> None:
         self._rate = rate

@@ -62,7 +62,7 @@ class RepairLeader:
         """Scrub the namespace once, and repair what is found. verify: also let the members read and verify all data."""
         namespace = self._open_namespace()
         found = scrub_namespace(namespace, verify)
-        # Also where it is whole: tombstones, replaced disks and files of killed writers are no findings of a scrub.
+        # Also where it is whole: tombstones, replaced disks and files of killed writers are not findings of a scrub.
         done = repair_namespace(namespace, found, self._bytes_per_second)
         if found.is_whole:
             log.info("%s is whole: %d files", namespace.url, found.files)

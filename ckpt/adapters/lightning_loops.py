@@ -31,7 +31,7 @@ class LoopPoints:
     trainer: the Trainer, in its setup hook.
     reached: is called with "batch" in the middle of an epoch, and with "epoch" between two epochs.
     restore: returns the checkpoint to resume from, or None. It is called when the Trainer would load one.
-    in_trials: returns whether a Tuner or a finder runs trial steps, which are no steps of the training.
+    in_trials: returns whether a Tuner or a finder runs trial steps, which are not steps of the training.
     check_data: the argument `check` of `FetcherPosition`.
     """
 

@@ -58,7 +58,7 @@ class CkptTransport(CheckpointTransport[T]):  # type: ignore[misc]
         """Copy the state to the memory that peers read. It may change when this returns.
 
         Raises:
-            InvalidArgument: A DTensor has a placement that is no shard or replica.
+            InvalidArgument: A DTensor has a placement that is not a shard or replica.
             UnsupportedLeaf: The state has a value that ckpt can't store.
             CkptError: As of `ckpt.save`.
         """

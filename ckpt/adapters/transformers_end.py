@@ -11,7 +11,7 @@ from transformers import EarlyStoppingCallback
 def reason_of_end(trainer: Any, state_json: str, max_steps: int) -> str | None:
     """Return in words why a Trainer that resumes has nothing to train, or None if it has.
 
-    A callback of the script that stops the training for another reason, such as a limit of time, is no reason.
+    A callback of the script that stops the training for another reason, such as a limit of time, is not such a reason.
 
     state_json: the saved state of the Trainer.
     max_steps: how many updates the training has by the arguments of the script.

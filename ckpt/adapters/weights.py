@@ -49,7 +49,7 @@ def iterate_weights(
     max_bytes: of tensors that are read ahead. A larger tensor is read alone.
     key: as for `ckpt.save`.
 
-    Tied weights are yielded under each of their names, as one tensor. Entries that are no arrays are left out.
+    Tied weights are yielded under each of their names, as one tensor. Entries that are not arrays are left out.
 
     Raises, before the first tensor:
         InvalidArgument: An argument has a value that makes no sense, or two tensors would get one name.

@@ -66,7 +66,7 @@ class Row(NamedTuple):
         return self.stored if self.base is None else self.stored + self.base.stored
 
     def base_row(self) -> Row | None:
-        """Return the row with the base block in place of the block; None if the block is no difference."""
+        """Return the row with the base block in place of the block; None if the block is not a difference."""
         if (base := self.base) is None:
             return None
         return self._replace(

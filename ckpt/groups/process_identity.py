@@ -39,7 +39,7 @@ def _read_proc_file(path: str, raise_unreadable: bool = False) -> str:
         file is missing.
     """
     try:
-        with open(path, errors="replace") as file:  # the name of a process may be no UTF-8
+        with open(path, errors="replace") as file:  # the name of a process may not be UTF-8
             return file.read()
     except OSError as error:
         if raise_unreadable and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):

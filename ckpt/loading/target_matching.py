@@ -134,7 +134,7 @@ class TargetMatcher:
         return self.rebuild(node)
 
     def _is_traced_number(self, like: object, node: Node) -> bool:
-        """Return whether a number of `like` was saved as a jax array without axes, as jit returns it: flax counts steps so."""
+        """Return whether a number of `like` was saved as a jax array without axes, as jit returns it, like a step of flax."""
         is_number = isinstance(like, (int, float, complex))
         return is_number and node["kind"] == "jax" and "key" not in node and self._lookup(node["array"], "").shape == ()
 

@@ -317,7 +317,7 @@ def _bounding_box(index: object, shape: tuple[int, ...]) -> tuple[Box, tuple[sli
 
 
 def _integer_index(item: Any) -> int:
-    """Return an index as an integer. A bool is none: numpy gives it another meaning. Raises IndexError."""
+    """Return an index as an integer. A bool is not an index: numpy gives it another meaning. Raises IndexError."""
     if not isinstance(item, bool | np.bool_):
         with suppress(TypeError):  # an array has __index__, too, which fails if it has more than one element
             return operator.index(item)

@@ -138,7 +138,7 @@ class Repository:
             if has_steps:
                 raise FormatError(f"{self._missing_marker_text()}; restore it from a copy, or name an empty or a new folder")
             raise FormatError(
-                f"{self.url} holds other files (such as {other.name}) and is not a checkpoint repository; "
+                f"{self.url} has other files (such as {other.name}) and is not a checkpoint repository; "
                 "name an empty or a new folder"
             )
         try:
@@ -226,7 +226,7 @@ class Repository:
         return [step for step in found.order.steps if step in found.known]
 
     def _skip_damaged(self, step: int, error: CkptError) -> None:
-        """Log that a step is skipped because it is damaged; raise the error if it is no damage."""
+        """Log that a step is skipped because it is damaged; raise the error if it is not damage."""
         if not is_damage(error):
             raise error
         log.warning("step %d of %s is skipped: %s", step, self.url, error)

@@ -43,8 +43,8 @@ class BufferShares:
     own: frozenset[str] = frozenset()
     """Buffers that this rank stores for itself alone, under `own_name`."""
     large: dict[str, ArrayLeaf] = field(default_factory=dict)
-    """Buffers beyond the limit, parts of arrays, and views of an array that is no buffer: only the first rank that has a copy
-    stores it."""
+    """Buffers beyond the limit, parts of arrays, and views of an array that is not a buffer: only the first rank that has a
+    copy stores it."""
     memories: Mapping[str, str] = field(default_factory=dict)
     """By name, the memory that a buffer of `first` or `own` shares with others of them."""
     wrapped: Mapping[str, WrappedPart] = field(default_factory=dict)
@@ -79,7 +79,7 @@ def buffer_shares(flat: FlatState, shards: Sequence[LocalShard], group: Group) -
     own: set[str] = set()
     total = 0
     for (_, memory), unit in sorted(units.items(), key=lambda item: (_nbytes(item[1]), item[1][0].name)):
-        has_others = bool(memory) and len(unit) < whole[memory]  # an array that is no buffer, or a part of one
+        has_others = bool(memory) and len(unit) < whole[memory]  # an array that is not a buffer, or a part of one
         total += 0 if has_others else _nbytes(unit)
         if has_others or total > OWN_BUFFER_BYTES:
             large.update((buffer.name, buffer.leaf) for buffer in unit)

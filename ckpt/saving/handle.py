@@ -152,7 +152,7 @@ class SaveHandle:
         return self._error is not None and not self._is_error_seen and not self.is_skipped()
 
     def is_skipped(self) -> bool:
-        """Return whether the save has ended because another rank leaves the step out, which is no failure."""
+        """Return whether the save has ended because another rank leaves the step out, which is not a failure."""
         return isinstance(self._error, StepSkipped)
 
     def supersede_error(self) -> None:

@@ -15,7 +15,7 @@ and, where the framework has them,
     param_groups(value) -> list[dict] | None        of an optimizer whose state numbers its parameters, as torch's does
     is_random_generator(value) -> bool              each rank of a group stores its own
     as_pytree(value) -> Stateful | None             as `as_stateful`, for a class that a user registers with the framework
-    static_fields(value) -> frozenset[str]          the fields of a dataclass that are no data, but part of the program
+    static_fields(value) -> frozenset[str]          the fields of a dataclass that are not data, but part of the program
     keeps_functions(value) -> bool                  whether functions inside of an object are part of the program
     advice(value) -> str | None                     what to store in place of an object that is refused
     random_state() -> Any, set_random_state(state)  the global generators, for `ckpt.RandomState`

@@ -28,7 +28,7 @@ class ModuleLeaves:
     def inside(self, entries: ModuleEntries, path: str, is_module: bool) -> Iterator[None]:
         """Count the leaves that are added inside this context as entries of the object at `path`.
 
-        An object that is no module counts only if it has buffers or parameters.
+        An object that is not a module counts only if it has buffers or parameters.
         """
         counts = is_module or any(entries)
         for names, found in zip(entries, (self.buffers, self.frozen, self._trained), strict=True):

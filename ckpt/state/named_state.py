@@ -17,7 +17,7 @@ def require_saved_names(state: object, saved: object, kind: str) -> None:
     """
     missing, unknown = list(_names_besides(state, saved)), list(_names_besides(saved, state))
     differences = [f"the step lacks {first_few(missing, MAX_NAMED_LEAVES)}"] * bool(missing)
-    differences += [f"the step has {first_few(unknown, MAX_NAMED_LEAVES)} besides"] * bool(unknown)
+    differences += [f"the step also has {first_few(unknown, MAX_NAMED_LEAVES)}"] * bool(unknown)
     if differences:
         raise ValueError(f"{' and '.join(differences)}, unlike the {kind} of `like`: build it as it was when saved")
 

@@ -14,7 +14,7 @@ from ckpt.training.heartbeat_records import Trouble
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Mark work that is no training step, so that `ckpt-run` applies the hang limit of that phase.
+    """Mark work that is not a training step, so that `ckpt-run` applies the hang limit of that phase.
 
         with ckpt.pulse.phase("eval"):
             evaluate(model)

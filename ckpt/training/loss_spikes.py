@@ -16,7 +16,7 @@ FACTOR_VARIABLE, LIMIT_VARIABLE = "CKPT_SPIKE", "CKPT_SPIKE_LIMIT"
 _WINDOW = 64
 _MIN_LOSSES = 16
 _MIN_SPREAD_RATIO = 0.01
-"""The least spread as a share of the median, so that small changes of an almost constant loss are no spikes."""
+"""The least spread as a share of the median, so that small changes of an almost constant loss are not spikes."""
 
 
 class SpikeDetector:
@@ -36,7 +36,7 @@ class SpikeDetector:
         self._sorted: list[float] = []
 
     def limit(self) -> float:
-        """Return the largest value of the next loss that is no spike: infinity while most losses are exactly 0."""
+        """Return the largest value of the next loss that is not a spike: infinity while most losses are exactly 0."""
         found = self._sorted
         count = len(found)
         if count < _MIN_LOSSES:

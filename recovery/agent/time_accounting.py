@@ -129,7 +129,7 @@ def _read_spans(path: Path) -> list[LedgerSpan]:
         return read_ledger_file(path)
     except OSError as error:
         log.warning(
-            "%s can't be read: %s; the ledger of this host begins with the last report of that one",
+            "%s can't be read: %s; the ledger of this host begins with the last report of the earlier leader",
             path.name, describe_os_error(error),
         )  # fmt: skip
         return []

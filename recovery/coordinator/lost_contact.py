@@ -1,8 +1,8 @@
 """Decides whether this host has lost contact with the others, so that they may continue without it. Pure.
 
 The other agents take an agent for lost when it has published no report for a lease of LOST_SECONDS. But ranks must not be
-ended because etcd is down. So this host is cut off only if also no etcd server is reachable, and unreachable other hosts are
-enough to continue (--min), or are all of them. If fewer hosts are unreachable, etcd is down for all hosts alike.
+ended because etcd is down. So this host counts as cut off only if it reaches no etcd server, and if the hosts that it can't
+reach are enough to continue (--min), or are all others. If fewer are unreachable, etcd is down for all hosts.
 """
 
 from __future__ import annotations

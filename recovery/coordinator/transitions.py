@@ -123,7 +123,7 @@ def _draft_memory_wait_note(run_state: RunState, hosts: tuple[str, ...]) -> list
     if run_state.awaited == hosts:
         return []
     steps, seconds = format_count(run_state.newest.at_stake, "step"), run_state.memory_wait_seconds
-    text = f"waiting up to {seconds:.0f} s for {', '.join(hosts)}: silent, and {steps} may be in the memory there alone"
+    text = f"waiting up to {seconds:.0f} s for {', '.join(hosts)}: silent, and the only ones whose memory may have {steps}"
     return [draft_note(max(0, run_state.attempt), text, NoteFacts(awaited=hosts))]
 
 

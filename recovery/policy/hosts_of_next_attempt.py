@@ -22,7 +22,7 @@ def suspected_hosts(failures: Sequence[Failure]) -> frozenset[str]:
     """Return the hosts that may be faulty: those of stragglers, and those where two consecutive failures began.
 
     Two failures count if no newer step was committed between them, or if both came soon after the restore: a job that saves
-    every step always has a newer one. A requested end is no failure.
+    every step always has a newer one. A requested end is not a failure.
     """
     found = {failure.host for failure in failures if failure.cause == "straggler"}
     for one, other in pairwise(failures):

@@ -174,7 +174,7 @@ def _wait_seconds(failures_without_progress: int) -> float:
     """
     if failures_without_progress <= 1:
         return 0.0
-    return min(30.0, 0.5 * 2.0 ** min(failures_without_progress - 2, 10))  # limited, as a power of 1024 is no float
+    return min(30.0, 0.5 * 2.0 ** min(failures_without_progress - 2, 10))  # limited, as the 1024th power of two is not a float
 
 
 def _count_alike(failures: Sequence[Failure]) -> int:

@@ -284,7 +284,7 @@ class ForkServers:
         except OSError:
             pass  # there is no report yet, or a client can't be created now
         except ValueError:  # e.g. two processes with the page of one rank have written it at once
-            log.warning("%s is no list of imports, and is ignored; start one process with CKPT_PULSE on each rank", imports)
+            log.warning("%s is not a list of imports, and is ignored; start one process with CKPT_PULSE on each rank", imports)
         if self._next is None or not (self._next.is_ready or self._next.reason):
             return
         retired = self._next

@@ -93,7 +93,7 @@ class RankMonitor:
         """The recent duration of a step, including the saves between steps.
 
         Before the second step it is the usual time between heartbeats, and at least a second: the time between a first step
-        and its save is no duration of a step.
+        and its save is not the duration of a step.
         """
         if len(self._step_times) < 2:
             return max(1.0, self._limits.usual_step_seconds())

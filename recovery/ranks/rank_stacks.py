@@ -45,7 +45,7 @@ def _save_stack(rank: RankProcess, beat: RankHeartbeat, py_spy: str | None) -> N
     if py_spy is not None and _dump_stacks(py_spy, rank):
         return
     if beat.pid == rank.pid and processes.process_state(rank.pid) != "T":
-        # The rank writes them into its own log. That of mpiexec is no child of this process: another one may have its number.
+        # The rank writes them into its own log. That of mpiexec is not a child of this process, so its number may be another's.
         with contextlib.suppress(ProcessLookupError):
             if not rank.is_shared:
                 os.kill(rank.pid, STACKS_SIGNAL)

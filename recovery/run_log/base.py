@@ -80,12 +80,15 @@ class RunLog(ABC):
 
         replaces: the lost agent of this name whose report may be replaced, by its `incarnation`; "" none.
 
-        Raises NameTaken if the report that is there is of another agent.
+        Raises NameTaken if the existing report belongs to another agent.
         """
 
     @abstractmethod
     def remove_report(self, name: str, incarnation: str = "") -> None:
-        """Remove the report of an agent that has ended. incarnation: only if it is of this agent; "" of any."""
+        """Remove the report of an agent that has ended.
+
+        incarnation: remove the report only if it belongs to this agent; "" removes any.
+        """
 
     def compact(self, now: float) -> None:  # noqa: B027
         """Let the storage free what newer reports have replaced. The leader calls it often; mostly nothing is due.

@@ -24,7 +24,7 @@ _TRANSIENT_TEXTS = tuple(os.strerror(number) for number in (errno.EMFILE, errno.
 
 
 def is_transient(error: BaseException | None) -> bool:
-    """Return whether an error, or one of its causes, may be temporary, and so is no sign of damage.
+    """Return whether an error, or one of its causes, may be temporary, and so is not a sign of damage.
 
     The process may lack memory, stack, descriptors or threads, or a file system may not answer.
     """

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from ckpt.storage.base.errors import StoreError
 
 _PAUSE_SECONDS = 0.001
-"""How often a fork, and a call that waits for its end, look again."""
+"""Seconds between two checks of a fork, and of a call that waits for its end."""
 
 
 def call_in_forked_child(call: Callable[[], object]) -> None:
@@ -54,7 +54,7 @@ class ForkGate:
         """Wait until no thread forks, and let none fork during the block. The block must not fork."""
         call = object()
         try:
-            self._calls.add(call)  # before the look, so that a fork that begins now waits
+            self._calls.add(call)  # first, so that a fork that begins now waits
             while self._forking_threads:
                 self._calls.discard(call)
                 time.sleep(_PAUSE_SECONDS)

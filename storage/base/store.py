@@ -59,7 +59,7 @@ PROBE_BYTES = 1 << 20
 
 
 def require_length(where: str, nbytes: int, limit: int | None) -> None:
-    """Raise IntegrityError if an object of `nbytes` bytes is longer than `limit`; None is no limit. where: its URL."""
+    """Raise IntegrityError if an object of `nbytes` bytes is longer than `limit`; None means no limit. where: its URL."""
     if limit is not None and nbytes > limit:
         raise IntegrityError(
             f"{where} has {nbytes} bytes, and at most {limit} are expected: it is not what was written; restore it from a "

@@ -376,7 +376,7 @@ class LocalStore(Store):
 def _open_to_read(path: str, root: str) -> int:
     """Open an object; raise NotFound for a folder and for a name below an object, as an object store does.
 
-    Raises StoreError for a link that leads to nothing, which is no missing object. root: as in `require_target`.
+    Raises StoreError for a link that leads to nothing, which is not a missing object. root: as in `require_target`.
     """
     with convert_os_errors("opening", path):
         try:

@@ -185,7 +185,7 @@ def _allocate(fd: int, start: int, nbytes: int) -> None:
 
 @functools.cache
 def _load_fallocate() -> Callable[[int, int, int, int], int] | None:
-    """Return fallocate(2), or None. posix_fallocate(3) is no choice: it may write a byte into every block of the file."""
+    """Return fallocate(2), or None. posix_fallocate(3) won't do: it may write a byte into every block of the file."""
     try:
         found = ctypes.CDLL(None, use_errno=True).fallocate
     except (OSError, AttributeError):  # not Linux

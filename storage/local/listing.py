@@ -1,4 +1,4 @@
-"""What a directory holds, read with the links that an administrator or a data versioning tool puts into it.
+"""What a directory contains, read with the links that an administrator or a data versioning tool puts into it.
 
 A listing follows symbolic links, as the opening of a file does. Otherwise a sweep would not see a step that was moved to
 another disk behind a link, and would delete the packs of other steps to which it refers.

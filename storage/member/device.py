@@ -181,8 +181,8 @@ def _file_bytes(path: str) -> int:
 class Device:
     """One folder on one disk: objects, registers, and an identity that is chosen at first use.
 
-    capacity: the most bytes of objects; None is no limit but the disk. needs_parent: whether the parent of the folder must
-    exist, so that a typing error in the path, or a disk that is not mounted, is no empty device.
+    capacity: the most bytes of objects. None: only the disk limits it. needs_parent: whether the parent of the folder must
+    exist, so that a typing error or an unmounted disk is not taken for an empty device.
     """
 
     def __init__(self, path: str | os.PathLike[str], capacity: int | None = None, needs_parent: bool = False) -> None:

@@ -58,7 +58,7 @@ def pack(value: object) -> bytes:
 
 
 def unpack(data: Buffer | pa.Buffer) -> Any:
-    """Return the value that `pack` encoded. Raises ValueError for bytes that are no message of this protocol."""
+    """Return the value that `pack` encoded. Raises ValueError for bytes that are not a message of this protocol."""
     size = len(memoryview(data).cast("B"))
     # An empty list takes one byte of a message and 64 bytes of memory, so the values of long messages are limited.
     count = _limit_values(_MAX_VALUES) if size > _LONG_MESSAGE_BYTES else None
@@ -112,7 +112,7 @@ def encode_error(error: CkptError) -> bytes:
 
 
 def decode_error(data: bytes) -> CkptError | None:
-    """Return the error that the other side raised, or None if the bytes are no error."""
+    """Return the error that the other side raised, or None if the bytes are not an error."""
     try:
         kind, message, *_ = map(str, unpack(data))
     except (ValueError, TypeError):

@@ -141,7 +141,7 @@ def units(text: str) -> Iterator[str]:
 
 
 def find_files(unit: str, base: str) -> tuple[list[Path], list[str]]:
-    """Return the source files and the folders (`storage/*`) that a unit names in code style, and the names that are no files.
+    """Return the source files and the folders (`storage/*`) that a unit names in code style, and the names that are not files.
 
     A path is relative to the root of the repository or to `base`. A file name without a folder may follow a file of its folder.
     """
@@ -207,7 +207,7 @@ def unknown_names(page: str) -> list[str]:
 
 
 def is_known(span: str) -> bool:
-    """Return whether a span in code style is no name, a name of another library, or a name that the package has."""
+    """Return whether a span in code style is not a name, or is a name of another library, or a name that the package has."""
     found = _DOTTED.fullmatch(span)
     if found is None or span.endswith((".py", ".json", ".toml", ".md", ".sqlite", ".jsonl", ".sh")):
         return True

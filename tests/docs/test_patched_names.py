@@ -30,7 +30,7 @@ def imported_modules(tree: ast.Module) -> dict[str, str]:
 
 @cache
 def source_of(module: str) -> Path | None:
-    """Return the file of a module; None if this is no module."""
+    """Return the file of a module; None if this is not a module."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, AttributeError, ValueError):

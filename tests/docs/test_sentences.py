@@ -32,8 +32,7 @@ AVOIDED = {
     r"\bas it was asked to\b": "as requested",
     r"\bsays not\b|\btells? not\b": "does not say",
     r"\b(has|have) not (the|a|an)\b": "does not have the",
-    r"\b(is|are) no (hang|whole|complete|plain)\b": "is not a",
-    r"(?<![Tt]here )\bis no (file|folder|number|index|step|state|text|optimizer|parameter|address|container)\b": "is not a",
+    r"(?<![Tt]here )\b(is|are|was|were) no (?!error|longer|more)\w+": "is not a",
 }
 """Wordings that read like another language, and what to write instead."""
 

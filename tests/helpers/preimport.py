@@ -32,6 +32,6 @@ def import_all_of(work: Callable[[Path], None]) -> None:
                 os._exit(status)
         assert os.waitpid(pid, 0)[1] == 0, "the work whose modules are imported has failed"
         for name in json.loads(names.read_text()):
-            with suppress(ImportError):  # some names are no modules, such as typing.io
+            with suppress(ImportError):  # some names are not modules, such as typing.io
                 importlib.import_module(name)
     gc.freeze()  # otherwise a collection in a child would copy the memory of this process

@@ -220,8 +220,8 @@ class World:
     def free(self, host: str, nodes: Sequence[str]) -> None:
         """Delete nodes, as an agent does with those that nobody needs. Raises AssertionError if somebody does.
 
-        An agent that was stopped may do so long after the log released the nodes. What other hosts have lost since then is no
-        fault of the release, which was checked when it was logged.
+        An agent that was stopped may do so long after the log released the nodes. What other hosts have lost since then is not
+        a fault of the release, which was checked when it was logged.
         """
         before = self._newest(self._steps)
         self.hosts[host].memory.difference_update(nodes)

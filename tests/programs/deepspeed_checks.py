@@ -201,7 +201,7 @@ def refuse_other_models() -> None:
         for model, message in (
             ({"hidden": 14}, "has shape"),
             ({"more": True}, "lacks model.more.weight, model.more.bias"),
-            ({"fewer": True}, "has model.second.weight, model.second.bias besides"),
+            ({"fewer": True}, "also has model.second.weight, model.second.bias"),
         ):
             engine = trained_engine(stage, precision, 1, seed=4, **model)
             attach(engine, url)

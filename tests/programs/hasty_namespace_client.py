@@ -15,7 +15,7 @@ from ckpt.aggregator.records.replica_set import ReplicaSet, undamaged_records
 
 
 def has_member(replica_set: ReplicaSet, members: Collection[str]) -> bool:
-    """Return whether one of these members keeps the record, which is no quorum."""
+    """Return whether one of these members keeps the record, which is not a quorum."""
     return not {*members}.isdisjoint(replica_set.members)
 
 

@@ -221,7 +221,7 @@ def _attributes(data: jax.Array, key: str | None) -> dict[str, str | bool]:
 
 
 def _weakly_typed(value: jax.Array) -> jax.Array:
-    """Return the array with a weak type, by which results take the dtype of the other operand: other rounding without it.
+    """Return the array with a weak type: results take the dtype of the other operand. Without it, they would round differently.
 
     No function that jax documents makes a weakly typed array from an array; a primitive does. Its parameters are not
     documented.

@@ -217,7 +217,7 @@ def _whole_state(layer: Any) -> dict[str, Any]:
     state = layer_state(layer, {})
     known = {key for key, _ in _parameter_names(state, ())}
     others = [v for v in layer.variables if id(v) not in known]
-    if others:  # variables of objects that are no attribute of any layer
+    if others:  # variables of objects that are not an attribute of any layer
         _add(state, "others", {str(i): variable for i, variable in enumerate(others)})
     return state
 

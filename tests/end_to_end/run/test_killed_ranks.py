@@ -91,7 +91,7 @@ def test_a_job_is_restarted_after_a_failed_rank(start: Callable[..., Run], fault
 
 
 def test_a_rank_that_ends_early_fails_the_save_of_the_others(start: Callable[..., Run]) -> None:
-    """Status 0 is no failure by itself. Ranks that wait for its part of a save learn of its end at once, and report it."""
+    """Status 0 is not a failure by itself. Ranks that wait for its part of a save learn of its end at once, and report it."""
     run = start(fault=("leave", 17, 1))
     assert run.end() == 0, run.messages
     assert_result(run)

@@ -193,7 +193,7 @@ def test_what_clients_see_is_what_one_register_returns(tmp_path: Path, seed: int
     for file, calls in histories.items():
         if not is_linearizable(calls):
             wrong = "\n".join(str(call) for call in shortest_wrong_prefix(calls)[-30:])
-            pytest.fail(f"CKPT_SEED={seed}: {file} is no register, with the faults {faults}:\n{wrong}")
+            pytest.fail(f"CKPT_SEED={seed}: {file} is not a register, with the faults {faults}:\n{wrong}")
 
 
 @pytest.mark.soak

@@ -1,6 +1,6 @@
 """A job whose processes are all stopped for longer than their timeouts, as a suspended job of a cluster, continues afterwards.
 
-No process of it was slow, so none may be given up. The time for which a process was stopped is no time that it has waited.
+No process of it was slow, so none may be given up. The time for which a process was stopped does not count as a wait.
 """
 
 from __future__ import annotations

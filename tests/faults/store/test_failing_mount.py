@@ -1,6 +1,6 @@
 """A network file system whose reads fail for a while (EIO), as one that is mounted `soft` and has lost its server.
 
-That is no sign of damage: the bytes are read again later. On a disk of this host, the same error is a bad sector.
+That is not a sign of damage: the bytes are read again later. On a disk of this host, the same error is a bad sector.
 """
 
 from __future__ import annotations

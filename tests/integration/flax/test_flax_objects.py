@@ -81,7 +81,7 @@ def test_a_module_of_another_form_is_refused_by_name(tmp_path: Path) -> None:
     before = leaves(like)
     with pytest.raises(ckpt.LeafMismatch) as more:
         ckpt.load(tmp_path / "three", {"model": like})
-    one_line(more, "leaf model of `like`", "the step has layers.2 besides, unlike the Net of `like`")
+    one_line(more, "leaf model of `like`", "the step also has layers.2, unlike the Net of `like`")
     with pytest.raises(ckpt.LeafMismatch) as less:
         ckpt.load(tmp_path / "two", {"model": Net(1, 3)})
     one_line(less, "leaf model of `like`", "the step lacks layers.2")

@@ -1,4 +1,4 @@
-"""The trial steps of the learning rate finder and of the batch size finder are no steps of the training."""
+"""The trial steps of the learning rate finder and of the batch size finder are not steps of the training."""
 
 from __future__ import annotations
 

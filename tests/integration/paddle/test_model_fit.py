@@ -54,7 +54,7 @@ class Interrupted(Exception):
 
 
 class Seen(list[str]):
-    """A list that is no part of a saved step, because it is of a class of its own."""
+    """A list that is not a part of a saved step, because it is of a class of its own."""
 
 
 class Losses(paddle.callbacks.Callback):

@@ -186,7 +186,7 @@ def test_a_module_of_another_structure_is_refused_before_it_is_filled(tmp_path: 
         ckpt.load(tmp_path, like={"model": more})
     less = Model(5.0)
     del less.blocks
-    with pytest.raises(LeafMismatch, match="leaf model of `like` .*has blocks besides, unlike the Model"):
+    with pytest.raises(LeafMismatch, match="leaf model of `like` .*also has blocks, unlike the Model"):
         ckpt.load(tmp_path, like={"model": less})
     for model in (wider, more, less):
         assert set(model.w.numpy().tolist()) == {5.0}

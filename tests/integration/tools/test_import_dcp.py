@@ -101,7 +101,7 @@ def test_large_tensors_of_dcp(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", [("w", "inner"), ("w",), ("list", 1 << 40), (), 5, [[]]])
 def test_a_path_of_dcp_that_leads_nowhere_is_refused(path: Any, tmp_path: Path) -> None:
-    """The metadata has the keys of each value: here they go through a tensor, or are no keys at all."""
+    """The metadata has the keys of each value: here they go through a tensor, or are not keys at all."""
     import torch.distributed.checkpoint as dcp
 
     dcp.save({"w": torch.ones(2), "x": torch.ones(2), "list": [torch.ones(1)]}, checkpoint_id=tmp_path / "dcp", no_dist=True)

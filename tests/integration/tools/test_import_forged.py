@@ -41,7 +41,7 @@ def read_all(source: Path) -> None:
 
 
 def foreign_error(source: Path) -> str:
-    """Return the error of a read that is no CkptError; an empty text if there is none."""
+    """Return the error of a read that is not a CkptError; an empty text if there is none."""
     try:
         read_all(source)
     except CkptError as error:

@@ -56,7 +56,7 @@ def test_a_version_that_cannot_continue_in_the_second_pass(tmp_path: Path) -> No
 
 
 def test_average_loss_covers_the_steps_since_the_resume(tmp_path: Path) -> None:
-    """Losses that were not logged at the save are logged later, and are no part of the average of the resumed call."""
+    """Losses that were not logged at the save are logged later, and are not a part of the average of the resumed call."""
     finish(tmp_path, "first", args={"max_steps": 4, "save_steps": 4})
     finish(tmp_path, "again", resume=True, args={"max_steps": 9})
     losses = [float.fromhex(loss) for _, loss in lines(tmp_path, "again")]

@@ -1,4 +1,4 @@
-"""What a process lacks for a moment (memory, descriptors, threads) is no fault of the data, of a package or of the state."""
+"""What a process lacks for a moment (memory, descriptors, threads) is not a fault of the data, of a package or of the state."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def restore_points(failing_steps: Iterable[int], every: int, spoiled: int, oldes
 
 @pytest.mark.parametrize("failing_steps", [(33,) * 12, (33, 31, 32, 33, 32, 31, 33, 32, 31, 33)])
 def test_all_spoiled_steps_are_passed_over(failing_steps: tuple[int, ...]) -> None:
-    """Steps computed from a spoiled step are no better, though they were saved after the roll-back."""
+    """Steps computed from a spoiled step are not better, though they were saved after the roll-back."""
     same = len(set(failing_steps)) == 1
     assert restore_points(failing_steps, 5, 22) == ([-1, 29, 29, 24, 19] if same else [-1, 29, 29, 24, 24, 19])
 

@@ -46,7 +46,7 @@ def test_a_late_commit_of_an_earlier_line_does_not_count_on_a_later_one(tmp_path
 
 
 def test_a_run_log_is_to_be_removed_only_if_it_is_no_database(tmp_path: Path) -> None:
-    """A full disk or a read error is no reason to delete it: it contains the decisions of the run."""
+    """A full disk or a read error is not a reason to delete it: it contains the decisions of the run."""
     (tmp_path / "run.sqlite").write_bytes(b"no database" * 1000)
     with pytest.raises(CkptError, match="remove it, or give another --run-dir"):
         SqliteRunLog(tmp_path)
@@ -103,7 +103,7 @@ print(found)
 
 
 def test_the_second_program_of_a_rank_takes_over_its_page(tmp_path: Path) -> None:
-    """A rank may be a shell that runs one program after another. A helper process of a living program is no second one."""
+    """A rank may be a shell that runs one program after another. A helper process of a living program is not a second one."""
     page = HeartbeatPage(tmp_path / "page", new=True)
     code = """
 import os, subprocess, sys

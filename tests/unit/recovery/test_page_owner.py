@@ -41,7 +41,7 @@ def fixture_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(name="other")
 def fixture_other(page: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Yield a process that is no rank and whose number is in the page."""
+    """Yield a process that is not a rank and whose number is in the page."""
     with subprocess.Popen(["sleep", "1000"]) as other:
         HeartbeatPage(page)._fields[_PID] = other.pid
         yield other

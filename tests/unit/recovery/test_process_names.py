@@ -23,7 +23,7 @@ time.sleep(1000)
 
 @pytest.fixture(name="named")
 def fixture_named() -> Iterator[subprocess.Popen[bytes]]:
-    """Yield a process with a name that is no UTF-8."""
+    """Yield a process with a name that is not UTF-8."""
     process = subprocess.Popen(
         [sys.executable, "-c", NAMED], stdout=subprocess.PIPE, start_new_session=True, env=os.environ | {"CKPT_TEST_NAME": "1"}
     )

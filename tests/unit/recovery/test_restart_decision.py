@@ -171,7 +171,7 @@ def test_a_long_attempt_without_reports_is_progress(seconds: float, step: int, i
 
 @pytest.mark.parametrize("ended", [replace(EXIT, uses_ckpt=True), replace(EXIT, cause="damaged")])
 def test_a_program_that_fails_late_before_its_first_step_is_given_up(ended: Failure) -> None:
-    """A long preparation of data or a long verification of damaged steps is no progress."""
+    """A long preparation of data or a long verification of damaged steps is not progress."""
     late = replace(ended, step=-1, committed=-1, restored=-1, ran_seconds=2 * LONG_RUN_SECONDS)
     failures, budget = list[Failure](), Budget()
     for _ in range(MAX_REPEATED_FAILURES):

@@ -186,7 +186,7 @@ def test_a_spare_replaces_a_straggler_once() -> None:
     assert [m["name"] for m in run.starts()[-1].facts["members"]] == ["a", "d", "c"]
     (failure,) = [e for e in run.log if e.kind == "failure"]
     assert (failure.facts["cause"], failure.facts["host"]) == ("straggler", "b")
-    assert run.run_state.budget.restarts_left == run.spec.restarts, "it was no failure"
+    assert run.run_state.budget.restarts_left == run.spec.restarts, "it was not a failure"
     slow_down(run, "d")
     for _ in range(5):
         run.clock += 100.0

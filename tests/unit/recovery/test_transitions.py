@@ -67,7 +67,7 @@ def test_a_host_is_not_blamed_while_another_may_be_lost() -> None:
     assert [d.kind for d in draft_next_entries(replace(exits, silent_since_failure=frozenset("d")))] == [
         "failure",
         "decision",
-    ], "d is no host of the job"
+    ], "d is not a host of the job"
     for living, silent, cause in (
         (exits.maybe_living, "", "exit"),
         ({**view.maybe_living, "a": wrong["diverged"]}, "b", "diverged"),
@@ -260,7 +260,7 @@ def test_a_job_waits_for_hosts_up_to_its_limits() -> None:
 
 
 def test_hosts_live_by_the_clock_of_the_observer() -> None:
-    """A report from before the first observation is no sign of life, and a pause of the observer makes no host lost."""
+    """A report from before the first observation is not a sign of life, and a pause of the observer makes no host lost."""
     liveness = AgentLiveness()
     liveness.observe({"a": agent("a", beat=1), "b": agent("b", beat=7)}, 100.0)
     assert set(liveness.maybe_living()) == {"a", "b"}

@@ -44,7 +44,7 @@ def test_the_newest_generation_has_the_highest_number(repo: Repository) -> None:
     for generation in (9, 100_000_000, 10):
         put_lease_record(repo.store, generation)
     repo.store.put("generations/notes.json", b"of somebody")
-    repo.store.put("steps/200000000/commit.json", b"a step is no generation")
+    repo.store.put("steps/200000000/commit.json", b"a step is not a generation")
     assert newest_generation(repo) == 100_000_000
 
 

@@ -1,4 +1,4 @@
-"""The sweep of expired steps: which steps count, and what a record that is no good protects."""
+"""The sweep of expired steps: which steps count, and what an invalid record protects."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_step_has_all_files_if_each_has_its_length() -> None:
 
 
 def put_incomplete_step(store: Store, step: int, line: TrainingLine = FIRST_LINE) -> None:
-    """Write a step whose files have their lengths, but are no manifest and no tree."""
+    """Write a step whose files have their lengths, but are not a manifest and a tree."""
     put_attempt(store, step, "0-1-0")
     commit = commit_of(step, "0-1-0", line=line)
     other = StepFile(f"steps/{step}/manifest/0-1-0.json", 9, "0" * 32)
@@ -134,7 +134,7 @@ def test_the_first_step_of_a_window_must_be_complete_and_is_read_only_if_another
     assert "step 103 counts as damaged" in caplog.text
 
 
-# --- records that are no good --------------------------------------------------------------------------------------
+# --- invalid records ----------------------------------------------------------------------------------------------
 
 
 ADVICE = "is damaged or on a bad sector; restore it from a copy, or delete it if nobody needs this step"

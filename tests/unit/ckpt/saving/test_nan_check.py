@@ -21,10 +21,10 @@ FLOATS = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"
 
 
 def array(dtype: str, n: int, at: int | None) -> Any:
-    """Return n numbers with a NaN at `at`; masks of -inf are included, which are no fault."""
+    """Return n numbers with a NaN at `at`; masks of -inf are included, which are not a fault."""
     made = (np.arange(n) % 5 - 2).astype(getattr(ml_dtypes, dtype, dtype))
     if dtype not in ("float8_e4m3fn",):
-        made[: n // 2 : 3] = -np.inf  # a mask, which is no fault
+        made[: n // 2 : 3] = -np.inf  # a mask, which is not a fault
     if at is not None:
         made[at] = np.nan
     return made

@@ -41,7 +41,7 @@ def test_spikes_agree_with_their_definition(losses: list[float], factor: float) 
 
 
 def test_noise_is_no_spike_and_a_multiple_of_the_loss_is() -> None:
-    """Noise of 5 % on a falling curve is no spike; four times the loss is one, however long it lasts."""
+    """Noise of 5 % on a falling curve is not a spike; four times the loss is one, however long it lasts."""
     noise = np.random.default_rng(0)
     detector = SpikeDetector(10)
     for step in range(5000):

@@ -160,7 +160,7 @@ def test_schedule_of_a_group_names_a_step_that_is_reported():
 
 
 def test_ranks_whose_first_save_ends_before_their_second_step_save_again_soon(tmp_path):
-    """No step has been measured then: the time of the save is no guess for the time of a step, which may be much longer."""
+    """No step has been measured then: the time of the save is not a guess for the time of a step, which may be much longer."""
 
     def work(group):
         with ckpt.Checkpointer(tmp_path / "r", every=timedelta(hours=1), group=group, timeout=60) as ck:
