@@ -48,7 +48,7 @@ class _RestoreCommand(click.Command):
             if "extra argument" not in error.message:
                 raise
             advice = "ckpt-restore takes URL and DEST: give the step as an option, such as --step 7"
-            raise click.UsageError(f"{error.message}. {advice}", ctx) from error
+            raise click.UsageError(f"{error.message.rstrip('.')}; {advice}", ctx) from error
 
 
 @click.command(

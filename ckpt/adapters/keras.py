@@ -254,8 +254,8 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
             self._checkpointer = None
             checkpointer.close()
             raise InvalidArgument(
-                f"a fit with another Checkpoints({url!r}) has ended in this process, and this fit would be skipped as its "
-                "repetition: give each model a URL of its own, or one Checkpoints to all fits of a model"
+                f"a fit with another Checkpoints({url!r}) has ended in this process, so this one would be skipped: give each "
+                "model its own URL, or one Checkpoints to all fits of a model"
             )
 
     def _filled(self, checkpointer: Checkpointer) -> _Resume:

@@ -195,8 +195,8 @@ class TrainerRun:
                 )  # fmt: skip
             return saved
         log.warning(
-            "step %s was saved after batch %d of epoch %d, and the training continues after batch %d of epoch %d, so samples "
-            "are repeated or left out: use the batch size, accumulation and processes of the save",
+            "step %s was saved after batch %d of epoch %d, but training resumes after batch %d of epoch %d, so samples repeat "
+            "or are missing: use the same batch size, accumulation and processes",
             self._resume_step, saved[1], saved[0], batches, epoch,
         )  # fmt: skip
         return epoch, batches

@@ -131,7 +131,7 @@ class LineSaves:
     def _warn_not_restored(self, newest: int) -> None:
         message = (
             f"{self._repo.url} has steps up to step {newest}, and step {self._first_step} is saved without a restore: the old "
-            "steps are set aside. To continue the old run, call Checkpointer.restore first; for a new run, use a new folder"
+            "steps are set aside; call Checkpointer.restore first to continue them, or use a new folder"
         )
         log.warning(message)
         warn_user(message)

@@ -22,7 +22,7 @@ from ckpt.support import arrow_columns
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_REPLICA_HINT = "give each rank another box, or declare the boxes as replicas: ckpt.Shard(…, replica=(i, n))"
+_REPLICA_HINT = "give each rank another box, or declare replicas: ckpt.Shard(…, replica=(i, n))"
 _GAP_HINT = "save a Shard that has it (each i of replica=(i, n))"
 _RANKS_GAP_HINT = f"{_GAP_HINT}, and wrap an array that differs by rank in ckpt.Shard"
 

@@ -248,8 +248,8 @@ def require_equal_replicas(digests_by_rank: Sequence[tuple[int, Sequence[Replica
             if expected != found:
                 raise StepRefused(
                     f"leaf {name}{_box_text(Box(tuple(offset), tuple(shape)))} differs between rank {other} and "
-                    f"rank {rank}, which should have equal copies; find out why they differ, or wrap "
-                    "a value that each rank has for itself in ckpt.PerRank"
+                    f"rank {rank}, which should have equal copies; find out why, or wrap a value that each rank has for itself "
+                    "in ckpt.PerRank"
                 )
 
 

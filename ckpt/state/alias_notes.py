@@ -158,8 +158,8 @@ def _refuse_aliased_shards(pairs: Sequence[tuple[AddressRange[_LeafBox], Address
         is_own = _RANK_SUFFIXES.search(a.key.name) or _RANK_SUFFIXES.search(b.key.name)
         if not is_own or a.key.box is not None or b.key.box is not None:
             raise UnsupportedLeaf(
-                f"leaf {a.key.name} and leaf {b.key.name} share memory and at least one is a shard of an array, so that a load "
-                "could not decide which of them to write: save a clone of one, or leave one out of the state"
+                f"leaf {a.key.name} and leaf {b.key.name} share memory, and one is a shard of an array, so a load could not "
+                "decide which of them to write: save a clone of one, or leave one out"
             )
 
 

@@ -18,7 +18,7 @@ def warn_of_other_package(path: Iterable[str] | None = None) -> None:
     for folder in sys.path if path is None else path:
         if isinstance(folder, str) and os.path.exists(os.path.join(folder, _FILE_OF_THE_OTHER)):
             where = folder or "."
-            warn_user(f"{where} has PyPI's package `ckpt`, another project whose module hides this one or is hidden: {_REPAIR}")
+            warn_user(f"{where} has PyPI's package `ckpt`, which hides this project's module or is hidden: {_REPAIR}")
             return
 
 

@@ -146,7 +146,7 @@ def test_several_calls_of_fit_are_skipped_or_resumed_in_their_order(tmp_path: Pa
 def test_a_cross_validation_with_one_url_is_refused(tmp_path: Path) -> None:
     """The second fit would be skipped, and its model would be that of the first."""
     fit(make_model(), Checkpoints(tmp_path, every=100))
-    with pytest.raises(InvalidArgument, match="would be skipped as its repetition: give each model a URL of its own"):
+    with pytest.raises(InvalidArgument, match="would be skipped: give each model its own URL"):
         fit(make_model(), Checkpoints(tmp_path, every=100), rows=20)
     for fold in range(2):
         count = Count()

@@ -104,7 +104,7 @@ def test_a_position_that_repeats_or_leaves_out_samples_is_named(tmp_path: Path, 
     assert "left out" not in caplog.text
     train(tmp_path, 6, 1, resume_from_checkpoint=True)
     assert "step 5 was saved after batch 1 of epoch 2" in caplog.text
-    assert "continues after batch 1 of epoch 1, so samples are repeated or left out: use the batch size" in caplog.text
+    assert "resumes after batch 1 of epoch 1, so samples repeat or are missing: use the same batch size" in caplog.text
 
 
 @needs_position
