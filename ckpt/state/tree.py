@@ -393,4 +393,5 @@ def _require_repr(value: object, path: str) -> str:
 
 
 def type_name(kind: type) -> str:
+    """Return the name under which a step stores a type: its module and its qualified name."""
     return f"{kind.__module__}:{kind.__qualname__}"

@@ -302,7 +302,7 @@ class TierManager:
         self._earlier_steps.offer(self._open_tiers, self._read_only())
 
     def _read_only(self) -> list[Repository]:
-        """Return the repositories with steps of earlier jobs that are no open tiers."""
+        """Return the repositories with steps of earlier jobs that are not open tiers."""
         return [*self._read_only_tiers, *self._previous_memories]
 
     def wait(self, progress: Callable[[], None] | None = None) -> None:

@@ -38,7 +38,7 @@ def repeated(found: Iterator[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def classes() -> Iterator[tuple[str, str]]:
-    """Yield the public classes and the public names of types, each with its file. Type variables are no types."""
+    """Yield the public classes and the public names of types, each with its file. Type variables are left out."""
     for file, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
