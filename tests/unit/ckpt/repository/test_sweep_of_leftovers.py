@@ -9,7 +9,7 @@ from helpers.lease_writers import events as events
 from helpers.written_steps import attempt_files, commit_of, put_attempt, put_step
 
 from ckpt.errors import Fenced
-from ckpt.format.json_records import FileRecord, encode_commit
+from ckpt.format.json_records import StepFile, encode_commit
 from ckpt.repository.commit_publication import publish_commit
 from ckpt.repository.file_names import commit_name
 from ckpt.repository.repository import Repository
@@ -171,7 +171,7 @@ def test_packs_of_other_steps_stay_while_a_record_without_an_answer_may_still_na
     put_attempt(repo.store, 1, "0-2-1")
     put_attempt(repo.store, 2, "0-2-5")
     pack = attempt_files(1, "0-2-1")[2]
-    lease.begin_publication(commit_of(2, "0-2-5", (FileRecord(pack, len(pack)),)))
+    lease.begin_publication(commit_of(2, "0-2-5", (StepFile(pack, len(pack)),)))
     sweep(repo, lease)
     assert (pack in files(repo)) == ("memory" in repo.url)
     lease.settle("0-2-5")
