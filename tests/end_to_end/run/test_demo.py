@@ -1,4 +1,4 @@
-"""`make demo` ends quietly after Ctrl-C."""
+"""`make demo` shows that nothing is lost, and ends quietly after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from helpers.folders import EXAMPLES
+
+
+@pytest.mark.slow
+def test_the_demo_ends_with_equal_losses(tmp_path: Path) -> None:
+    """Its exit status is 1 if a loss of the killed training differs from that of the undisturbed one, or is missing."""
+    command = [sys.executable, str(EXAMPLES / "demo.py"), "--dir", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_an_interrupted_demo_ends_without_a_traceback(tmp_path: Path) -> None:
