@@ -71,7 +71,7 @@ What SOURCE may be:
 \b
 For other formats the error names what to do. Arrays are read in pieces, so that the memory does not
 depend on their size; files of torch before 1.6, and of paddle.save(protocol=2), are read as a whole,
-and Orbax needs memory for the largest array.
+and Orbax needs up to three times the size of the largest array.
 With --strip or --rename, the state becomes one dict of all names, as a state_dict.
 After the save, each array is read again from the source and from the step, and compared. An
 interrupted import leaves no step.
