@@ -16,7 +16,7 @@ from helpers.folders import EXAMPLES
 def test_the_demo_ends_with_equal_losses(tmp_path: Path) -> None:
     """Its exit status is 1 if a loss of the killed training differs from that of the undisturbed one, or is missing."""
     command = [sys.executable, str(EXAMPLES / "demo.py"), "--dir", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
