@@ -7,14 +7,9 @@ from pathlib import Path
 import pytest
 from helpers.docs_pages import PAGES, ROOT, TUTORIAL, blocks, blocks_without_use, indented_blocks
 
-UNCHECKED = {"docs/howto/torchft.md", "README.md"}
-"""Pages with a block that is neither run nor has a reason."""
-
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_each_block_is_run_or_gives_a_reason(page: Path) -> None:
-    if str(page.relative_to(ROOT)) in UNCHECKED:
-        pytest.xfail("a block has no reason yet")
     assert blocks_without_use(blocks(page)) == []
 
 
@@ -24,8 +19,6 @@ def test_each_block_of_the_tutorial_is_run_or_gives_a_reason() -> None:
 
 @pytest.mark.parametrize("page", [*TUTORIAL, *PAGES, ROOT / "README.md"], ids=lambda page: str(page.relative_to(ROOT)))
 def test_all_code_is_in_blocks(page: Path) -> None:
-    if str(page.relative_to(ROOT)) in UNCHECKED:
-        pytest.xfail("it has code outside of a block")
     assert indented_blocks(page) == []
 
 
