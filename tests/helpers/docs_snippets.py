@@ -10,7 +10,7 @@ The first line of a block determines how it is used:
 
 A comment above a block changes this:
 
-    <!-- varies: REGULAR EXPRESSION -->    a match differs from run to run, and is not compared
+    <!-- varies: REGULAR EXPRESSION -->    a match differs from run to run, and is not compared; it has no `.*`
     <!-- not run: REASON -->               the block is shown and not run
     <!-- needs: FRAMEWORK -->              the block is run only by `make test-framework-FRAMEWORK`
 
