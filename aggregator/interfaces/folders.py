@@ -49,7 +49,7 @@ def parent_folders(path: str) -> list[str]:
     return ["/".join(parts[:n]) for n in range(1, len(parts))]
 
 
-def is_folder(namespace: Namespace, path: str) -> bool:
+def is_namespace_folder(namespace: Namespace, path: str) -> bool:
     """Return whether a path is a folder. The root is one."""
     file = namespace.stat(path) if path else None
     return not path or (file.head.kind == "folder" if file is not None else bool(namespace.list(path)))
@@ -106,5 +106,5 @@ def _mark_folder(namespace: Namespace, path: str) -> None:
     try:
         namespace.make_folder(path)
     except AlreadyExists:
-        if not is_folder(namespace, path):
+        if not is_namespace_folder(namespace, path):
             raise

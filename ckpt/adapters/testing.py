@@ -28,21 +28,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 import ckpt
+from ckpt.dtypes import numpy_dtype as numpy_dtype
 
 _SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (7,), (2, 3, 5), (4, 0, 2))
 _LARGE = (3 << 20) + 1
 """Elements of an array that takes several blocks in every type."""
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return a numpy dtype by name; those that numpy lacks, such as bfloat16, are of ml_dtypes."""
-    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def sample_values(dtype: str, shape: tuple[int, ...], seed: int = 0) -> npt.NDArray[Any]:

@@ -237,7 +237,7 @@ class Repository:
         """Return the numbers of all training lines but the first, ascending; empty if no run has gone back to an older step."""
         return line_records.line_numbers(self.store)
 
-    def note_line(self, line: TrainingLine) -> None:
+    def record_line(self, line: TrainingLine) -> None:
         """Record a new training line, before the first commit on it. From then on, records and not numbers order the steps."""
         line_records.write_line(self.store, line)
 

@@ -221,7 +221,7 @@ class Committer:
         self._require_loadable("commit record", encode_commit(commit), MAX_RECORD_BYTES, advice)
         failpoint("save.commit")
         if line.number:
-            self._session.note_line(line)
+            self._session.record_line(line)
         commit_publication.publish_commit(self._session.repo, self._session.writer_lease, commit, self._require_replaceable)
         failpoint("save.committed")
         note_complete(commit)

@@ -206,10 +206,10 @@ class Session:
         unknown."""
         self._previous_steps.forget()
 
-    def note_line(self, line: TrainingLine) -> None:
+    def record_line(self, line: TrainingLine) -> None:
         """Record a training line in the repository, once, before the first commit on it; not needed for the first line."""
         if line not in self._noted_lines:
-            self.repo.note_line(line)
+            self.repo.record_line(line)
             self._noted_lines.add(line)
 
     def pin_packs(self, attempt: Attempt, packs: Iterable[str]) -> None:

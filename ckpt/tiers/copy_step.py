@@ -107,7 +107,7 @@ def _promote_save(
             copied = _copy_files(Checkpoint(source.store, commit), target, progress)
         failpoint("promote.commit")
         if commit.line:
-            target.note_line(commit.training_line)
+            target.record_line(commit.training_line)
         commit_publication.publish_commit(
             target.repo, target.writer_lease, commit, partial(_require_not_superseded, target.repo, commit)
         )

@@ -51,7 +51,7 @@ _MAX_ADVICE_BYTES = 1 << 20
 """The bytes of one call of posix_fadvise. Linux reads at most the largest request of the device or its read-ahead for one call,
 and ignores the rest."""
 
-_FOLDER_ATTEMPTS = 1000
+_FOLDER_TRIES = 1000
 """How many times the creation of a file is tried where another process removes its folder each time."""
 
 _MAX_FOLDER_PAUSE_SECONDS = 1e-5
@@ -189,13 +189,13 @@ class LocalStore(Store):
         create: creates the file; raises NotFound if the folder is missing.
         discard: deletes the file again if a folder can't be made durable.
         """
-        for attempts_left in reversed(range(_FOLDER_ATTEMPTS)):
+        for tries_left in reversed(range(_FOLDER_TRIES)):
             try:
                 unsynced = self._make_folder(os.path.dirname(path))
                 created = create()
                 break
             except NotFound:
-                if not attempts_left:
+                if not tries_left:
                     raise
                 time.sleep(random.SystemRandom().uniform(0, _MAX_FOLDER_PAUSE_SECONDS))
         try:

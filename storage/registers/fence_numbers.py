@@ -1,11 +1,11 @@
 """Fence numbers: each call of a client has one, and a member refuses calls with lower numbers than its own.
 
-A number has two parts. The *ring* is the number of the record ring, the list of members that keep records
+A number has two parts. The *epoch* is the number of the record ring, the list of members that keep records
 (`aggregator/records/record_ring.py`). The *era* counts how often clients agreed to delete unreferenced data
 (`aggregator/records/eras.py`). Before each such deletion, every member is fenced by the next era. So a client that was stopped
 meanwhile is refused, and must read again what it relied on.
 
-In era 0 the number is the ring alone. In later eras the ring is above the lowest 32 bits, and the era is in them.
+In era 0 the number is the epoch alone. In later eras the epoch is above the lowest 32 bits, and the era is in them.
 
 A member that deletes a register loses its ballots too. Therefore a member in a later era accepts a ballot for a missing
 register only above the *floor* of its number: no register is deleted whose ballots reach that floor.
@@ -23,7 +23,7 @@ def has_era(number: int) -> bool:
 
 
 def ring_epoch(number: int) -> int:
-    """Return the ring of a fence number."""
+    """Return the epoch of a fence number."""
     return number >> _ERA_BITS if has_era(number) else number
 
 
@@ -42,19 +42,19 @@ def advance_fence(current: int, number: int) -> int:
 
 
 def next_era(number: int, above: int = 0) -> int | None:
-    """Return the fence number of the next era of the same ring, higher than `above`; None if the eras are used up."""
+    """Return the fence number of the next era of the same epoch, higher than `above`; None if the eras are used up."""
     found = max(order_key(number), above) + 1
     return found if ring_epoch(found) == ring_epoch(number) else None
 
 
-def number_for_ring(ring: int, member_number: int) -> int:
-    """Return the fence number for calls of a client with this ring, given the number that a member reports.
+def number_for_ring(epoch: int, member_number: int) -> int:
+    """Return the fence number for calls of a client with the ring of this epoch, given the number that a member reports.
 
     A client never uses a number of another ring, whose members it does not know.
     """
     if not has_era(member_number):
-        return ring
-    return member_number if ring_epoch(member_number) == ring else ring << _ERA_BITS
+        return epoch
+    return member_number if ring_epoch(member_number) == epoch else epoch << _ERA_BITS
 
 
 def outdated_message(fence: int, number: int) -> str:

@@ -13,7 +13,8 @@ from helpers.refusal import refused
 from mindspore import nn
 
 import ckpt
-from ckpt.adapters.testing import ArrayContract, numpy_dtype
+from ckpt.adapters.testing import ArrayContract
+from ckpt.dtypes import numpy_dtype
 from ckpt.state.leaves import mindspore as leaves
 from ckpt.state.leaves.mindspore import CopiedTensorLeaf, HostTensorLeaf
 

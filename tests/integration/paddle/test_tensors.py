@@ -11,7 +11,8 @@ import pytest
 from helpers.refusal import refused
 
 import ckpt
-from ckpt.adapters.testing import ArrayContract, numpy_dtype
+from ckpt.adapters.testing import ArrayContract
+from ckpt.dtypes import numpy_dtype
 from ckpt.state.boxes import Box
 from ckpt.state.leaves.paddle import PaddleDeviceLeaf, PaddleLeaf
 

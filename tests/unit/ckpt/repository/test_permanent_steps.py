@@ -248,7 +248,7 @@ def test_after_a_roll_back_each_line_has_a_first_step(repo: Repository, lease: W
     for step in (90, 98, 107, 120):
         put_step(repo.store, step)
     line = TrainingLine(1, ((0, 98),))
-    repo.note_line(line)
+    repo.record_line(line)
     for step in (111, 118, 125, 130):
         put_step(repo.store, step, line=line)
     assert swept(repo, lease, Keep(1, every=100)) == [90, 107, 111, 130]

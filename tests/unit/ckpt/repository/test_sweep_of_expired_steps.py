@@ -292,7 +292,7 @@ def test_no_step_expires_while_the_only_step_after_a_roll_back_is_unreadable(
     for step in (10, 20, 30):
         put_step(repo.store, step)
     line = TrainingLine(1, ((0, 10),))
-    repo.note_line(line)
+    repo.record_line(line)
     put_step(repo.store, 12, line=line)
     repo.store.put(commit_name(12), b"damaged")
     before = files(repo)
