@@ -34,7 +34,7 @@ from ckpt.saving.options import DifferenceOption, Options
 from ckpt.saving.pipeline import save_after_failure
 from ckpt.saving.skipped_step import skip_step
 from ckpt.saving.staging_memory import prepare_staging
-from ckpt.saving.writer_session import Session
+from ckpt.saving.writer_session import WriterSession
 from ckpt.state.name_mapping import Rename
 from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, InvalidName, Refused, UnknownScheme
 from ckpt.support.fork_check import CreatorProcess
@@ -148,7 +148,7 @@ class Checkpointer:
         self._import_reports_left = 2  # one at the first step, and one after the first save
         self._idle_window: IdleWindow | None = None
         self._has_restored_or_saved = False
-        self._session: Session | None = (
+        self._session: WriterSession | None = (
             self._tiers.nearest if self._tiers else session_registry.enter(open_repository(url, keys), ranks)
         )
         self._scrubber = self._make_scrubber(scrub)
@@ -555,7 +555,7 @@ class Checkpointer:
         finally:
             session_registry.leave(session)
 
-    def _require_open(self) -> Session:
+    def _require_open(self) -> WriterSession:
         if self._session is None:
             raise CkptError("this Checkpointer is closed: open a new one")
         self._creator_process.require_current(

@@ -50,7 +50,7 @@ from ckpt.saving.commit_wait import COMMIT_TIMEOUT_SECONDS
 from ckpt.saving.options import Options
 from ckpt.saving.pipeline import save as run_save
 from ckpt.saving.skipped_step import give_up_attempt
-from ckpt.saving.writer_session import Session
+from ckpt.saving.writer_session import WriterSession
 from ckpt.state.boxes import Box
 from ckpt.state.leaves import as_leaf, sharded
 from ckpt.state.leaves.base import ArrayLeaf
@@ -104,7 +104,7 @@ class Writer(StepAddressed, StorageWriter):  # type: ignore[misc]  # mypy does n
             codec=codec, digest=digest, memory=memory, keep=as_keep(keep), overwrite=overwrite, timeout=timeout
         )
         self._own_items: frozenset[Any] = frozenset()
-        self._session: Session | None = None
+        self._session: WriterSession | None = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Close the session of an abandoned save, and raise InvalidArgument for options of dcp.save that are not supported."""
@@ -153,7 +153,7 @@ class Writer(StepAddressed, StorageWriter):  # type: ignore[misc]  # mypy does n
     def finish(self, metadata: described.Metadata, results: list[list[WriteResult]]) -> None:
         """Do nothing, because every rank has waited for the commit."""
 
-    def _enter_session(self, ranks: PlannedGroup) -> Session:
+    def _enter_session(self, ranks: PlannedGroup) -> WriterSession:
         self._leave_session()
         self._session = session_registry.enter(open_repository(self._url), ranks if ranks.size > 1 else SingleProcessGroup())
         self._session.raise_failed()

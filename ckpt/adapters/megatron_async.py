@@ -12,7 +12,7 @@ from ckpt.repository.repository import open_repository
 from ckpt.saving import session_registry
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.lone_rank_warning import group_that_saves
-from ckpt.saving.writer_session import Session
+from ckpt.saving.writer_session import WriterSession
 from ckpt.storage.base.errors import CkptError
 
 
@@ -29,7 +29,7 @@ class AsyncCallsQueue(async_utils.AsyncCallsQueue):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, WriterSession] = {}
         weakref.finalize(self, _leave_all, self._sessions)
 
     def schedule_async_request(self, async_request: Any) -> int:
@@ -54,7 +54,7 @@ class AsyncCallsQueue(async_utils.AsyncCallsQueue):  # type: ignore[misc]
         _leave_all(self._sessions)
 
 
-def _leave_all(kept: dict[str, Session]) -> None:
+def _leave_all(kept: dict[str, WriterSession]) -> None:
     while kept:
         session_registry.leave(kept.popitem()[1])
 

@@ -36,7 +36,7 @@ from ckpt.saving import commit_wait, failure_reports, rank_part_merge, rank_part
 from ckpt.saving.buffer_merge import warn_of_large_buffers
 from ckpt.saving.options import Options
 from ckpt.saving.replica_check import PublishedDigests
-from ckpt.saving.writer_session import Session
+from ckpt.saving.writer_session import WriterSession
 from ckpt.state.tree import FlatState, Node, encode_tree
 from ckpt.storage.base.errors import AlreadyExists, CkptError, IntegrityError
 from ckpt.storage.base.failpoints import failpoint
@@ -62,7 +62,7 @@ class Committer:
     """Commits one save attempt, or discards it."""
 
     def __init__(
-        self, session: Session, attempt: Attempt, step: int, options: Options, flat: FlatState, digests: PublishedDigests
+        self, session: WriterSession, attempt: Attempt, step: int, options: Options, flat: FlatState, digests: PublishedDigests
     ) -> None:
         """flat: the state of this rank. digests: those of its replicas, which `commit` publishes with its rows."""
         self._session = session

@@ -23,7 +23,7 @@ from ckpt.saving.replica_check import compute_digests
 from ckpt.saving.save_plan import flatten_state, plan_save
 from ckpt.saving.save_run import SaveRun
 from ckpt.saving.skipped_step import give_up_attempt
-from ckpt.saving.writer_session import Session
+from ckpt.saving.writer_session import WriterSession
 from ckpt.state.tree import FlatState
 from ckpt.support.runtime import collector_paused
 
@@ -31,11 +31,11 @@ BegunSave = tuple[SaveHandle, SaveFailed | None]
 """The handle of a save, and the error of an earlier save, which the caller must raise."""
 
 
-def save(session: Session, state: Any, step: int | None, options: Options, blocking: bool) -> SaveHandle:
+def save(session: WriterSession, state: Any, step: int | None, options: Options, blocking: bool) -> SaveHandle:
     """Save a state as `step`, and return its handle: after the commit if `blocking`, else when it is staged.
 
     state: the state, or one that `flatten_state` returned.
-    step: its number; None for the next one (`Session.next_step`).
+    step: its number; None for the next one (`WriterSession.next_step`).
     blocking: whether to wait for the commit. If not, deferred blocks are staged after the return.
 
     Raises SaveFailed if an earlier save in the background failed, and the errors of `ckpt.save`.
@@ -46,7 +46,7 @@ def save(session: Session, state: Any, step: int | None, options: Options, block
     return handle
 
 
-def save_after_failure(session: Session, state: Any, step: int | None, options: Options, blocking: bool) -> BegunSave:
+def save_after_failure(session: WriterSession, state: Any, step: int | None, options: Options, blocking: bool) -> BegunSave:
     """Do what `save` does, but return the error of an earlier save, and not only raise it.
 
     Every call uses a step number and an attempt, even if it fails at once. The ranks of a group learn of a failure in different
@@ -98,7 +98,7 @@ def save_after_failure(session: Session, state: Any, step: int | None, options: 
 
 
 def _prepare_run(
-    session: Session, handle: SaveHandle, attempt: Attempt, flat: FlatState, options: Options
+    session: WriterSession, handle: SaveHandle, attempt: Attempt, flat: FlatState, options: Options
 ) -> tuple[SaveRun, Committer]:
     """Make all decisions that come before the first copy; return the run and the committer of the attempt."""
     changing = changing_leaves_of(session.url_and_rank)

@@ -33,7 +33,7 @@ from ckpt.saving.save_plan import SavePlan
 from ckpt.saving.skipped_step import give_up_attempt
 from ckpt.saving.staging import StagedBlocks, Stager
 from ckpt.saving.staging_memory import StagingMemory, background_arena_bytes, blocking_arena_bytes
-from ckpt.saving.writer_session import Session
+from ckpt.saving.writer_session import WriterSession
 from ckpt.storage.base.errors import StoreError
 from ckpt.storage.base.threads import WorkerThread, join_all, start_available, try_start
 from ckpt.support.runtime import collector_paused, lower_thread_priority
@@ -63,8 +63,8 @@ class SaveRun:
     """
 
     def __init__(
-        self, session: Session, handle: SaveHandle, attempt: Attempt, plan: SavePlan, options: Options, committer: Committer,
-        changing: ChangingLeaves, buffers: BufferDigests,
+        self, session: WriterSession, handle: SaveHandle, attempt: Attempt, plan: SavePlan, options: Options,
+        committer: Committer, changing: ChangingLeaves, buffers: BufferDigests,
     ) -> None:  # fmt: skip
         self._session = session
         self._handle = handle

@@ -17,14 +17,14 @@ from ckpt.repository.writer_lease import WriterLease
 from ckpt.saving import failure_reports
 from ckpt.saving.exit_status import fail_cleanup, register_before_thread_shutdown
 from ckpt.saving.session_start import RequestedStep, start_alone, start_in_group
-from ckpt.saving.writer_session import Session
+from ckpt.saving.writer_session import WriterSession
 from ckpt.storage.base.forks import call_in_forked_child, fork_safe_rlock
 from ckpt.storage.base.store import Store
 
 log = logging.getLogger("ckpt")
 
-_sessions: dict[tuple[str, Group | None], Session] = {}
-_orphaned_sessions: list[Session] = []
+_sessions: dict[tuple[str, Group | None], WriterSession] = {}
+_orphaned_sessions: list[WriterSession] = []
 """Sessions without users that have an error which the user has not seen."""
 _registry_lock = fork_safe_rlock()
 """Guards the two registries above, the user count of each session, and the release of leases, so that a lease found here is
@@ -38,7 +38,7 @@ def enter(
     rendezvous_store: Store | None = None,
     requested_step: RequestedStep = (),
     prepare: Callable[[], None] | None = None,
-) -> Session:
+) -> WriterSession:
     """Return the session of this process for a repository and group, or begin one. With a group, every rank must call this.
 
     serials: the counter that the tiers of a repository share; None without tiers.
@@ -60,7 +60,7 @@ def enter(
         # Without the lock, because ranks that are threads of this process wait for each other here.
         with _lend_lease(repo, group, serials) as shared:
             start = start_in_group(repo, group, serials, rendezvous_store or repo.store, shared, requested_step, prepare)
-            new_session = Session(repo, group, start)
+            new_session = WriterSession(repo, group, start)
             with _registry_lock:
                 session = _sessions.setdefault(key, new_session)
                 if session is not new_session:
@@ -79,7 +79,7 @@ def enter(
                         _orphaned_sessions.remove(orphan)
             # With tiers, take a new lease: its serials are shared with the tiers and above those of a lease without tiers.
             shared = _lease_of_this_process(repo) if serials is None else None
-            session = _sessions[key] = Session(repo, group, start_alone(repo, shared, serials, prepare))
+            session = _sessions[key] = WriterSession(repo, group, start_alone(repo, shared, serials, prepare))
         session.require_same_keys(repo)
         session.user_count += 1
         return session
@@ -120,7 +120,7 @@ def _session_key(repo: Repository, group: Group) -> tuple[str, Group | None]:
     return repo.url, None if group.size == 1 else group
 
 
-def leave(session: Session, keep: bool = False) -> None:
+def leave(session: WriterSession, keep: bool = False) -> None:
     """End the use of a session that `enter` returned. The last user releases the lease.
 
     keep: the session of a group stays for the next save, until the process ends.

@@ -7,11 +7,11 @@ from contextlib import suppress
 from ckpt.groups.base import step_mismatch_error
 from ckpt.repository.attempt import Attempt
 from ckpt.saving import failure_reports
-from ckpt.saving.writer_session import Session
+from ckpt.saving.writer_session import WriterSession
 from ckpt.storage.base.errors import CkptError
 
 
-def require_same_step_as_rank_0(session: Session, step: int | None) -> None:
+def require_same_step_as_rank_0(session: WriterSession, step: int | None) -> None:
     """Raise InvalidArgument if this rank and rank 0 were asked to save different steps, or only one was given a number.
 
     The ranks compare this only for the first save of a group, in the collective calls of its session. In a later save, rank 0
@@ -26,7 +26,7 @@ def require_same_step_as_rank_0(session: Session, step: int | None) -> None:
             raise error
 
 
-def skip_step(session: Session, step: int, error: BaseException, calls_store: bool = True) -> None:
+def skip_step(session: WriterSession, step: int, error: BaseException, calls_store: bool = True) -> None:
     """Publish that this rank does not save a step, so that the other ranks do not wait for it.
 
     error: the reason.
@@ -39,7 +39,7 @@ def skip_step(session: Session, step: int, error: BaseException, calls_store: bo
         give_up_attempt(session, attempt, error, calls_store)
 
 
-def give_up_attempt(session: Session, attempt: Attempt, error: BaseException, calls_store: bool = True) -> None:
+def give_up_attempt(session: WriterSession, attempt: Attempt, error: BaseException, calls_store: bool = True) -> None:
     """End an attempt that will not commit, and publish its error for the other ranks; no error of the store is raised.
 
     calls_store: whether to write the error to the store, too; False if the store does not answer, so that only the group gets

@@ -1,4 +1,4 @@
-"""The class Session, the saves of one process to one repository: its lease, pending saves, previous blocks.
+"""The class WriterSession, the saves of one process to one repository: its lease, pending saves, previous blocks.
 
 All savers of one process share one session for a URL (`session_registry.py`), and the last one to leave releases the lease.
 The ranks of a group make collective calls only when their session begins (`session_start.py`). After that they exchange files
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckpt")
 
 
-class Session:
+class WriterSession:
     """Shared by all savers of this process to one repository. Owns the leases of the process and of its group."""
 
     def __init__(self, repo: Repository, group: Group, start: SessionStart) -> None:

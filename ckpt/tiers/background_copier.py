@@ -11,7 +11,7 @@ from ckpt.errors import Fenced, SaveFailed, StepNotFound
 from ckpt.repository.damage_registry import mark_damaged_in_all_tiers
 from ckpt.repository.repository import Repository
 from ckpt.repository.retention import Keep
-from ckpt.saving.writer_session import Session
+from ckpt.saving.writer_session import WriterSession
 from ckpt.storage.base.call_timeout import STORE_TIMEOUT_VARIABLE, StallTimer, store_timeout_seconds
 from ckpt.storage.base.errors import IntegrityError, NotFound
 from ckpt.support.runtime import lower_thread_priority
@@ -47,7 +47,9 @@ class BackgroundCopier:
     step is copied any more.
     """
 
-    def __init__(self, source: Repository, target: Session, keep: Keep | None, on_copied: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, source: Repository, target: WriterSession, keep: Keep | None, on_copied: Callable[[int, int], None]
+    ) -> None:
         """on_copied: called with the number and the training line of each offered step once the target has it."""
         self._source = source
         self._target = target

@@ -26,7 +26,7 @@ from ckpt.repository.damage_registry import clear_damaged, damaged_steps
 from ckpt.repository.file_names import commit_name
 from ckpt.repository.repository import Repository
 from ckpt.repository.retention import Keep
-from ckpt.saving.writer_session import Session
+from ckpt.saving.writer_session import WriterSession
 from ckpt.storage.base.errors import IntegrityError, NoSpace, NotFound, StoreError
 from ckpt.storage.base.failpoints import failpoint
 from ckpt.storage.base.huge_pages import map_huge_pages
@@ -40,7 +40,7 @@ _ONE_WRITER_ADVICE = "check that no other program writes there, and save again"
 
 
 def promote(
-    source: Repository, step: int, target: Session, keep: Keep | None = None, orphaned_files: set[str] | None = None,
+    source: Repository, step: int, target: WriterSession, keep: Keep | None = None, orphaned_files: set[str] | None = None,
     progress: Callable[[], None] = lambda: None, line: int = 0,
 ) -> bool:  # fmt: skip
     """Copy `step` from `source` to `target`, and return whether it was copied. It may be called again after any failure.
@@ -73,7 +73,7 @@ def promote(
 
 
 def _promote_save(
-    source: Repository, commit: CommitRecord, target: Session, keep: Keep | None, files_to_sweep: set[str],
+    source: Repository, commit: CommitRecord, target: WriterSession, keep: Keep | None, files_to_sweep: set[str],
     progress: Callable[[], None],
 ) -> bool:  # fmt: skip
     """Copy one save of a step; see `promote`. A later save of the step may remove its files meanwhile."""
@@ -130,7 +130,7 @@ def _promote_save(
     return True
 
 
-def _copy_files(checkpoint: Checkpoint, target: Session, progress: Callable[[], None]) -> int:
+def _copy_files(checkpoint: Checkpoint, target: WriterSession, progress: Callable[[], None]) -> int:
     """Copy the files that the target lacks; return the bytes of the copied packs."""
     commit, store = checkpoint.commit, target.repo.store
     small = {file.name: checkpoint.verified(file) for file in (*commit.manifests, *commit.trees)}

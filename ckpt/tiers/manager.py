@@ -32,7 +32,7 @@ from ckpt.saving.options import Options
 from ckpt.saving.pipeline import BegunSave, save_after_failure
 from ckpt.saving.save_plan import flatten_state, planned_bytes
 from ckpt.saving.skipped_step import skip_step
-from ckpt.saving.writer_session import Session
+from ckpt.saving.writer_session import WriterSession
 from ckpt.storage.base.errors import StoreError
 from ckpt.storage.base.plural import format_count
 from ckpt.storage.base.store import Store
@@ -151,7 +151,7 @@ class TierManager:
         return self._open_tiers[0].spec.every
 
     @property
-    def nearest(self) -> Session:
+    def nearest(self) -> WriterSession:
         """The writer session of the nearest tier."""
         return self._open_tiers[0].session
 

@@ -13,7 +13,7 @@ from ckpt.repository.file_names import commit_name
 from ckpt.repository.repository import Repository, Url, open_repository
 from ckpt.repository.tiered_repository import TieredRepository
 from ckpt.saving import session_registry
-from ckpt.saving.writer_session import Session
+from ckpt.saving.writer_session import WriterSession
 from ckpt.storage.base.errors import CkptError, IntegrityError, InvalidArgument, NotFound, StoreError, Unavailable
 from ckpt.storage.base.store import Store
 from ckpt.tiers.copy_step import missing_packs, promote
@@ -165,7 +165,7 @@ def _drain_repository(repo: Repository) -> _DrainedRepository:
             line_of_newer = f"{main_repo.url} has step {there[1]} already, which is newer than step {step} in {repo.url}"
             return _DrainedRepository(line_of_newer, found)
     series = SerialCounter(repos)
-    opened: list[Session] = []
+    opened: list[WriterSession] = []
     try:
         opened.append(session_registry.enter(main_repo, SingleProcessGroup(), series))
         for near in repos[:-1]:

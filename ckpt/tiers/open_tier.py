@@ -12,7 +12,7 @@ from ckpt.errors import SaveFailed
 from ckpt.saving.failure_reports import lacks_space
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.skipped_step import skip_step
-from ckpt.saving.writer_session import Session
+from ckpt.saving.writer_session import WriterSession
 from ckpt.storage.base.errors import NoSpace, StoreError
 from ckpt.tiers.background_copier import BackgroundCopier
 from ckpt.tiers.tier_spec import MEMORY, Tier, stored_step_bytes
@@ -32,7 +32,7 @@ class OpenTier:
     """
 
     spec: Tier
-    session: Session
+    session: WriterSession
     capacity_bytes: int | None = None
     """The most bytes of steps in the tier; None if there is no limit, and on all ranks but rank 0."""
     stored_bytes: int = 0

@@ -22,7 +22,7 @@ from ckpt.saving.dedup import PreviousBlock, StepBlocks
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.options import Options
 from ckpt.saving.save_plan import flatten_state
-from ckpt.saving.writer_session import Session
+from ckpt.saving.writer_session import WriterSession
 from ckpt.storage.base.errors import CkptError, IntegrityError, NotFound
 from ckpt.storage.base.store import Store
 
@@ -40,7 +40,7 @@ def _now(step: int, generation: int, serial: int) -> np.ndarray[Any, Any]:
     return np.array([step, generation, serial, *range(5)], np.float64)
 
 
-def save(session: Session, state: Any, step: int, options: Options, blocking: bool) -> SaveHandle:
+def save(session: WriterSession, state: Any, step: int, options: Options, blocking: bool) -> SaveHandle:
     """Do what `pipeline.save` does, in the thread of the caller. The state is that of `state_of_save`, whatever is given."""
     handle = SaveHandle(step)
     attempt = session.group_lease.begin_attempt(step)
@@ -99,7 +99,7 @@ def _commit(committer: Committer, blocks: list[StoredBlock]) -> Checkpoint:
 
 
 def _finish(
-    session: Session,
+    session: WriterSession,
     attempt: Attempt,
     checkpoint: Checkpoint,
     blocks: list[StoredBlock],

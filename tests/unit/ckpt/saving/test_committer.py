@@ -37,7 +37,7 @@ from ckpt.saving.options import Options
 from ckpt.saving.replica_check import compute_digests
 from ckpt.saving.save_plan import flatten_state, plan_save
 from ckpt.saving.session_start import start_alone
-from ckpt.saving.writer_session import Session
+from ckpt.saving.writer_session import WriterSession
 from ckpt.storage.base.errors import AlreadyExists, StoreError
 from ckpt.storage.base.store import Store
 from ckpt.storage.local.directory import LocalStore
@@ -116,7 +116,7 @@ def test_attempts_of_a_step_are_counted_in_its_record(root: Path) -> None:
 
 def test_the_record_keeps_what_automatic_encoding_chose(root: Path) -> None:
     repo, alone = Repository(LocalStore(root)), SingleProcessGroup()
-    session = Session(repo, alone, start_alone(repo, None, None))
+    session = WriterSession(repo, alone, start_alone(repo, None, None))
     flat = flatten_state({"n": 3}, alone)
     plan = plan_save(3, "xxh3-128", flat, "auto", (), alone)
     digests = compute_digests(flat, plan.specs, plan.leaves, False, plan.buffers, 0)

@@ -14,14 +14,14 @@ from ckpt.groups.base import SingleProcessGroup
 from ckpt.repository.repository import open_repository
 from ckpt.saving.handle import SaveHandle
 from ckpt.saving.session_start import start_alone
-from ckpt.saving.writer_session import Session
+from ckpt.saving.writer_session import WriterSession
 from ckpt.storage.base.errors import StoreError
 
 
 def test_failures_are_listed_in_the_order_of_the_saves(tmp_path: Path) -> None:
     repository = open_repository(tmp_path)
     start = start_alone(repository, None, None)
-    session = Session(repository, SingleProcessGroup(), start)
+    session = WriterSession(repository, SingleProcessGroup(), start)
     handles = [SaveHandle(step) for step in range(40)]
     random.Random(0).shuffle(handles)  # a set would order them by their addresses
     for handle in handles:
@@ -46,7 +46,7 @@ class FailsAfterALook(SaveHandle):
 def test_a_save_that_fails_during_a_look_at_all_saves_is_reported(tmp_path: Path) -> None:
     repository = open_repository(tmp_path)
     start = start_alone(repository, None, None)
-    session = Session(repository, SingleProcessGroup(), start)
+    session = WriterSession(repository, SingleProcessGroup(), start)
     session.add_save(FailsAfterALook(7), 1)
     session.raise_failed()
     with pytest.raises(ckpt.SaveFailed, match="saving step 7"):
