@@ -278,4 +278,4 @@ class Committer:
             self.needs_failure_report, is_outcome_known = True, True
             commit_publication.delete_files(repo, lease, self._attempt)
         if not is_outcome_known and self._may_part_exist and self._group.size > 1:
-            failure_reports.note_unknown_outcome(self._store, self._session.group_lease, self._group, self._attempt, error)
+            failure_reports.leave_uncertainty_note(self._store, self._session.group_lease, self._group, self._attempt, error)

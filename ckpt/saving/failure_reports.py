@@ -20,10 +20,10 @@ log = logging.getLogger("ckpt")
 
 def publish_failure(store: Store, lease: GroupLease, group: Group, attempt: Attempt, error: BaseException) -> None:
     """Report that this rank will write no part: first to the group, because the store may take long to fail."""
-    store.put(f"{part_stem(attempt)}-failed.json", note_failure(store, lease, group, attempt, error))
+    store.put(f"{part_stem(attempt)}-failed.json", leave_failure_note(store, lease, group, attempt, error))
 
 
-def note_failure(store: Store, lease: GroupLease, group: Group, attempt: Attempt, error: BaseException) -> bytes:
+def leave_failure_note(store: Store, lease: GroupLease, group: Group, attempt: Attempt, error: BaseException) -> bytes:
     """Report through the group alone that this rank will write no part, and return the report. It calls no store."""
     reason = str(error) or type(error).__name__
     unreachable = isinstance(error, (StoreError, OSError))
@@ -55,7 +55,7 @@ def lacks_space(error: BaseException) -> bool:
     return isinstance(error, NoSpace) or errno.ENOSPC in numbers
 
 
-def note_unknown_outcome(store: Store, lease: GroupLease, group: Group, attempt: Attempt, error: BaseException) -> None:
+def leave_uncertainty_note(store: Store, lease: GroupLease, group: Group, attempt: Attempt, error: BaseException) -> None:
     """Report, from rank 0, that the store failed during the commit, so that the other ranks check the record once more."""
     reason = (
         f"rank 0 failed in the commit of step {attempt.step} of {store.url}, and the step may exist: {error}; list the "
@@ -65,7 +65,7 @@ def note_unknown_outcome(store: Store, lease: GroupLease, group: Group, attempt:
     group.leave_note(_note_key(lease, attempt, True), json_records.encode("failure", failure))
 
 
-def note_ended(lease: GroupLease, group: Group) -> None:
+def leave_end_note(lease: GroupLease, group: Group) -> None:
     """Report through the group that this rank saves no more, in case the store can't be reached."""
     if group.size > 1:
         group.leave_note(_end_key(lease, lease.rank == 0), str(lease.rank).encode())

@@ -132,15 +132,15 @@ def leave(session: WriterSession, keep: bool = False) -> None:
         _sessions.pop(_session_key(session.repo, session.group), None)
         if session.has_stalled_save():
             session.group_lease.abandon()
-            failure_reports.note_ended(session.group_lease, session.group)
+            failure_reports.leave_end_note(session.group_lease, session.group)
             return  # the store does not answer; the next job takes over when this process is dead
         if not session.group_lease.rank and not session.group_lease.release():
-            failure_reports.note_ended(session.group_lease, session.group)
+            failure_reports.leave_end_note(session.group_lease, session.group)
         if session.has_unseen_error():
             _orphaned_sessions.append(session)
     # Only rank 0 shares its lease with other groups, so another rank releases its own without the lock.
     if session.group_lease.rank and not session.group_lease.release():
-        failure_reports.note_ended(session.group_lease, session.group)
+        failure_reports.leave_end_note(session.group_lease, session.group)
 
 
 def _after_fork() -> None:
@@ -196,6 +196,6 @@ def _report_at_exit() -> None:
         # Other sessions may share the lease, but none saves any more, so release it at once.
         release = session.group_lease.release if session.group_lease.rank else session.writer_lease.release
         if session.group.size > 1 and not release():
-            failure_reports.note_ended(session.group_lease, session.group)
+            failure_reports.leave_end_note(session.group_lease, session.group)
     if failed:
         fail_cleanup()

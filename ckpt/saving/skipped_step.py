@@ -48,6 +48,6 @@ def give_up_attempt(session: WriterSession, attempt: Attempt, error: BaseExcepti
     session.writer_lease.end_attempt(attempt)
     if session.group.size == 1:
         return
-    report = failure_reports.publish_failure if calls_store else failure_reports.note_failure
+    report = failure_reports.publish_failure if calls_store else failure_reports.leave_failure_note
     with suppress(CkptError, OSError):
         report(session.repo.store, session.group_lease, session.group, attempt, error)
