@@ -184,11 +184,18 @@ class BucketRegisters(Registers):
         def take(name: str) -> Callable[[RegisterAnswer], tuple[Register | None, bool]]:
             change = changes_by_name[name]
             ballot = change.expected.next_step(writer)
+            is_sent = False
 
             def step(record: RegisterAnswer) -> tuple[Register | None, bool]:
+                nonlocal is_sent
                 if isinstance(record, Register) and record.accepted_ballot == ballot and record.value == change.value:
                     return None, True  # an earlier put without an answer has succeeded
-                return (Register(ballot, ballot, change.value), True) if can_change_directly(record, change) else (None, False)
+                if can_change_directly(record, change):
+                    is_sent = True
+                    return Register(ballot, ballot, change.value), True
+                if is_sent:  # or it has succeeded, and another client has replaced the value
+                    raise self._unknown_outcome("another client changes it, too")
+                return None, False
 
             return step
 
@@ -302,10 +309,16 @@ class BucketRegisters(Registers):
         facts = self._require_current_fence(fence_number)
         if advance_fence(facts.fence_number, fence_number) != facts.fence_number:
             self.fence(fence_number)
-        answers = self._map_in_threads(lambda name: self._replace_record(name, step(name), fence_number), names)
-        # If the member was fenced meanwhile, the collection of data agreed on before the fence may have missed these changes.
-        self._require_current_fence(fence_number)
+        try:
+            answers = self._map_in_threads(lambda name: self._replace_record(name, step(name), fence_number), names)
+            # If the member was fenced meanwhile, the collection of data agreed on before may have missed these changes.
+            self._require_current_fence(fence_number)
+        except Outdated as error:  # which means that nothing was changed
+            raise self._unknown_outcome(str(error)) from error
         return answers
+
+    def _unknown_outcome(self, reason: str) -> StoreError:
+        return StoreError(f"{self._store.url}: some registers may have been changed: {reason}; try again")
 
     def _replace_record(self, name: str, step: Callable[[RegisterAnswer], tuple[Register | None, U]], fence_number: int) -> U:
         for _ in range(MAX_TRIES):

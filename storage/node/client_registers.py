@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from ckpt.storage.base.errors import Unavailable
+from ckpt.storage.base.errors import Outdated, StoreError, Unavailable
 from ckpt.storage.node import wire
 from ckpt.storage.registers.base import Ballot, DirectChange, RegisterAnswer, Registers, RegisterValue
 
@@ -39,20 +39,17 @@ class NodeRegisters(Registers):
     def accept(
         self, values: Sequence[tuple[str, RegisterValue]], ballot: Ballot, repair_damaged: bool = False, fence_number: int = 0
     ) -> list[bool]:
-        found: list[bool] = []
-        for batch in _batch_by_bytes(values, lambda item: item[1]):
+        def send(batch: Sequence[tuple[str, RegisterValue]]) -> object:
             encoded = [[name, wire.encode_value(value)] for name, value in batch]
-            found += self._check_flags(
-                self._call("registers.accept", encoded, list(ballot), repair_damaged, fence_number), len(batch)
-            )
-        return found
+            return self._call("registers.accept", encoded, list(ballot), repair_damaged, fence_number)
+
+        return self._send_batches(_batch_by_bytes(values, lambda item: item[1]), send)
 
     def change(self, changes: Sequence[DirectChange], writer: str, fence_number: int = 0) -> list[bool]:
-        found: list[bool] = []
-        for batch in _batch_by_bytes(changes, lambda change: change.value):
-            encoded = wire.encode_changes(batch)
-            found += self._check_flags(self._call("registers.change", encoded, writer, fence_number), len(batch))
-        return found
+        def send(batch: Sequence[DirectChange]) -> object:
+            return self._call("registers.change", wire.encode_changes(batch), writer, fence_number)
+
+        return self._send_batches(_batch_by_bytes(changes, lambda change: change.value), send)
 
     def scan(
         self, prefix: str, after: str = "", limit: int = 10_000, fence_number: int = 0
@@ -109,6 +106,17 @@ class NodeRegisters(Registers):
         if len(answers) != expected:
             raise Unavailable(f"{self._url} answered for {len(answers)} of {expected} registers; {wire.SAME_VERSION_ADVICE}")
         return answers
+
+    def _send_batches(self, batches: Iterable[Sequence[T]], send: Callable[[Sequence[T]], object]) -> list[bool]:
+        found: list[bool] = []
+        for batch in batches:
+            try:
+                found += self._check_flags(send(batch), len(batch))
+            except Outdated as error:
+                if not found:
+                    raise
+                raise StoreError(f"{self._url}: some registers may have been changed: {error}; try again") from error
+        return found
 
     def _check_flags(self, data: object, expected: int) -> list[bool]:
         if not isinstance(data, list) or len(data) != expected:

@@ -101,7 +101,8 @@ class Registers(ABC):
     raise StoreError if they fail.
 
     fence_number: that of the caller (`storage/registers/fence_numbers.py`). A member that was fenced by a later number, or has
-        made a change by a later one, raises Outdated and changes nothing. 0 is for calls that do not depend on a record ring.
+        made a change by a later one, raises Outdated and changes nothing. A call that may have changed something before the
+        member was fenced raises another StoreError. 0 is for calls that do not depend on a record ring.
 
     A register without a value has promised at least the floor of the member's fence number.
     """

@@ -197,7 +197,7 @@ def test_a_delayed_change_brings_no_forgotten_record_back(
         return send(key, *arguments)
 
     monkeypatch.setattr(delayed._store, delayed_request, send_after_the_collection)
-    with pytest.raises(Outdated):
+    with pytest.raises(StoreError, match="ring 1 in era 1, and the call has ring 1"):
         if call == "prepare":
             delayed.prepare(["/x"], low, number)
         elif call == "accept":

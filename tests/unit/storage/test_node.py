@@ -260,12 +260,6 @@ def test_calls_of_unknown_verbs_are_counted_together(local_node: LocalNode, stor
     assert len(local_node.server.counters) <= before + 3
 
 
-def test_a_listing_of_registers_with_a_negative_limit_is_empty(store: NodeStore) -> None:
-    store.registers.learn("a", RegisterValue(b"head"))
-    assert store.call("registers.scan", "", "", 1, 0)[0] == ["a"]
-    assert store.call("registers.scan", "", "", -1, 0)[0] == []
-
-
 def test_used_bytes_are_those_of_the_objects(tmp_path: Path) -> None:
     """This holds at every moment. Other files on the disk do not count."""
     node = LocalNode(tmp_path)
