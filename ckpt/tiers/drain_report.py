@@ -19,6 +19,10 @@ class DrainReport:
     """Whether a step that was only in memory was copied."""
     has_failed: bool = False
     """Whether steps may be only in memory, so that the memory must be kept."""
+    newest_step: int = -1
+    """The newest step that the memories had; -1 none."""
+    unread: tuple[str, ...] = ()
+    """The memories that could not be read, and count as lost because another one was read."""
 
 
 def copied_step_line(step: int, source: str, target: str) -> str:

@@ -74,15 +74,17 @@ def drain_memories(memory: Url, *before: Url, rolled_back: bool = False) -> Drai
     rolled_back: whether `ckpt-run` has made the job restore an older step than the newest. Later steps in memory that could not
         be read then may be bad, so a repository is copied from earlier memory only if the later ones have no step of it.
     """
-    lines, drained = list[str](), dict[str, tuple[int, int]]()
+    lines, unread, drained = list[str](), list[str](), dict[str, tuple[int, int]]()
     has_copied = has_failed = False
     for each in (memory, *before):
         store = open_repository(each).store
+        url = store.url if isinstance(each, Store) else os.fspath(each)
         try:
             names = sorted(store.list_folders("")) if store.answers(_ANSWER_SECONDS) else []
         except StoreError as error:
             if drained and isinstance(error, Unavailable):
                 log.info("%s does not answer, and counts as lost: %s", store.url, error)
+                unread.append(url)
             else:  # an older memory may have steps of other repositories than those that were drained
                 lines.append(f"{store.url} {NOT_DRAINED}: {error}")
                 has_failed = True
@@ -90,8 +92,14 @@ def drain_memories(memory: Url, *before: Url, rolled_back: bool = False) -> Drai
         for name in names:
             if name in drained and rolled_back:
                 continue
-            repo = open_repository(url_of_subfolder(store.url if isinstance(each, Store) else os.fspath(each), name))
-            if name in drained and not _has_newer_step(repo, drained[name]):
+            repo = open_repository(url_of_subfolder(url, name))
+            try:
+                # An earlier memory has a newer step if the job continued from an older one because this memory did not answer.
+                if name in drained and repo.newest() <= drained[name]:
+                    continue
+            except (CkptError, OSError) as error:
+                log.info("%s can't be read, and counts as lost: %s", repo.url, error)
+                unread.append(url)
                 continue
             try:
                 result = _drain_repository(repo)
@@ -103,22 +111,8 @@ def drain_memories(memory: Url, *before: Url, rolled_back: bool = False) -> Drai
             has_copied |= result.was_copied
             if result.newest is not None:  # files of attempts that never committed do not replace an older memory
                 drained[name] = result.newest
-    return DrainReport("\n".join(filter(None, lines)), has_copied, has_failed)
-
-
-def _has_newer_step(repo: Repository, drained: tuple[int, int]) -> bool:
-    """Return whether a repository in an earlier memory has a newer step than the one that was drained.
-
-    It has one if the job continued from an older step because this memory did not answer. Memory that can't be read now counts
-    as lost.
-
-    drained: training line and number of that step.
-    """
-    try:
-        return repo.newest() > drained
-    except (CkptError, OSError) as error:
-        log.info("%s can't be read, and counts as lost: %s", repo.url, error)
-        return False
+    newest_step = max((step for _, step in drained.values()), default=-1)
+    return DrainReport("\n".join(filter(None, lines)), has_copied, has_failed, newest_step, tuple(unread))
 
 
 def _require_tier_note(repo: Repository) -> TierNote | None:

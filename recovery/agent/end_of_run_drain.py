@@ -13,9 +13,10 @@ from ckpt.recovery.run_log import memory_placement
 from ckpt.recovery.run_log.agent_reports import AgentReport
 from ckpt.recovery.run_log.entry_drafts import draft_memory, draft_note
 from ckpt.recovery.run_log.entry_facts import memories_of
+from ckpt.recovery.run_log.run_state import RunState
 from ckpt.storage.base.errors import StoreError
 from ckpt.storage.base.failpoints import failpoint
-from ckpt.tiers.drain_report import has_copied_step_line
+from ckpt.tiers.drain_report import DrainReport, has_copied_step_line
 
 
 def drain_host_memory(memory: HostMemory, log: FollowedLog, messages: UserMessages) -> None:
@@ -60,5 +61,18 @@ class SharedMemoryDrain:
         urls = [namespace.url() for namespace in run_state.memory if namespace.nodes]
         report = local.drain_urls(urls, rolled_back=run_state.restore_step_limit is not None)
         failpoint("agent.drain")
-        kept = run_state.memory if report.has_failed else ()
-        self._log.append([draft_memory(run_state, kept, report.text or "no step was only in memory")])
+        kept, text = run_state.memory if report.has_failed else (), report.text or "no step was only in memory"
+        if not report.has_failed and _has_newer_unread_step(run_state, report):
+            kept, hosts = (run_state.newest.memory,), ", ".join(host for host, _ in run_state.newest.memory.nodes)
+            text += (
+                f"; step {run_state.newest.step} may be in the memory of {hosts}, which does not answer: this memory is kept: "
+                "start ckpt-run there again"
+            )
+        self._log.append([draft_memory(run_state, kept, text)])
+
+
+def _has_newer_unread_step(run_state: RunState, report: DrainReport) -> bool:
+    """Return whether memory that did not answer may have a newer step of this job than all that were read."""
+    newest = run_state.newest
+    is_newer = newest.step > max(report.newest_step, newest.durable)
+    return is_newer and newest.memory.url() in report.unread and run_state.before is None  # else it may be bad

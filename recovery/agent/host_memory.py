@@ -91,7 +91,7 @@ class HostMemory:
 
     def is_unused(self, run_state: RunState) -> bool:
         """Return whether, after the end of the run, no step in the nodes is needed any more."""
-        return not memory_placement.node_addresses(run_state.memory) and not self._unlisted
+        return not any(self._options.name in dict(memory.nodes) for memory in run_state.memory) and not self._unlisted
 
     def close_nodes(self) -> None:
         """End the process that serves the nodes. Their data stays."""

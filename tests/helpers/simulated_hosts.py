@@ -253,14 +253,17 @@ class World:
         """Copy the newest step of namespaces to the repository, as `local.drain_urls` does."""
         assert not rolled_back, "nothing that the simulation lets fail is a reason to roll back"
         namespaces = {MemoryNamespace(nodes).url(): nodes for nodes in self._steps}
-        steps = [self._steps[namespaces[url]] if self._answers(namespaces[url]) else None for url in urls if url in namespaces]
+        urls = [url for url in urls if url in namespaces]
+        steps = [self._steps[namespaces[url]] if self._answers(namespaces[url]) else None for url in urls]
         if self.draw.random() < 0.1:
             return DrainReport("could not be drained: the repository does not answer", has_failed=True)
         found = [step for step in steps if step is not None]
         self.durable = max([self.durable, *found])
         if steps and steps[0] is None:
             return DrainReport("could not be drained", has_failed=True)
-        return DrainReport("step 1 was brought from memory" if found else "", has_copied=bool(found))
+        unread = tuple(url for url, step in zip(urls, steps, strict=True) if step is None)
+        text = "step 1 was brought from memory" if found else ""
+        return DrainReport(text, bool(found), newest_step=max(found, default=-1), unread=unread)
 
     # --- ranks -----------------------------------------------------------------------------------------------------
 

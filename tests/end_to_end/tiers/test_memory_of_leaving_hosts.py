@@ -1,14 +1,16 @@
-"""The memory of a host that leaves a run is freed only if no step in it can be needed."""
+"""The memory of a host that leaves a run, or returns after its end, is freed only if no step in it can be needed."""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 
 import pytest
 from helpers.host_runs import starts
-from helpers.memory_runs import InMemory
+from helpers.memory_runs import InMemory, memories_of
 from helpers.memory_runs import job as job
+from helpers.processes import until
 
 
 @pytest.mark.parametrize("columns", [2000, 4], ids=["objects", "records"])
@@ -39,3 +41,32 @@ def test_a_spare_that_leaves_keeps_steps_that_the_log_does_not_name(
     assert run.agents["a"].returncode == 128 + signal.SIGTERM, run.messages("a")
     assert old_steps <= {*run.files("a")}, run.messages("a")
     assert sorted(starts(run.log())[-1]) == ["c", "d"]
+
+
+def test_hosts_that_return_after_the_end_keep_newer_steps_than_the_drained_ones(
+    job: Callable[..., InMemory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All hosts of an attempt were silent, so others began anew, and got less far."""
+    monkeypatch.setenv("CKPT_TEST_EVERY", "1000")
+    run = job("--restarts", "1", hosts=2, steps=10_000)
+    for name in "ab":
+        run.start(name)
+    run.until_step(60)
+    for name in "cd":
+        run.start(name)
+    until(lambda: {"c", "d"} <= run.run_log.reports().keys(), "c and d are spares")
+    for name in "ab":
+        run.agents[name].kill()
+    run.until_step(4, attempt=1)
+    os.kill(run.pid(1), signal.SIGKILL)
+    assert run.ends("c", "d") == {"c": 1, "d": 1}
+    log = run.log()
+    assert run.saved()[-1] < 60, "the other hosts got further"
+    assert log[-1].facts["memory"] == memories_of(log)[0]
+    assert "may be in the memory of a, b, which does not answer" in run.messages("c") + run.messages("d")
+    run.assert_memory_is_released("c", "d")
+    for name in "ab":
+        run.start(name)
+    run.until(lambda log: len(starts(log)) == 3, "begun again")
+    until(lambda: len([*run.folder.glob("from-2-*")]) == 2, "restored")
+    assert run.first_step(2) > 50

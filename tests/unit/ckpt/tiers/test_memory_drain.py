@@ -120,6 +120,16 @@ def test_a_newer_step_in_an_older_memory_is_copied(tier_folders: TierFolders, ro
     assert_same(ckpt.load(tier_folders.run), state_of(copied[-1]))
 
 
+def test_an_older_memory_that_does_not_answer_is_named(tier_folders: TierFolders) -> None:
+    """Its steps count as lost, because a newer memory was read. The caller knows whether they may be newer."""
+    ck = open_with_memory(tier_folders)
+    train(ck, range(3))
+    close_as_if_failed(ck)
+    silent = "ckpt://127.0.0.1:1?redundancy=1x"
+    report = memory_drain.drain_memories(tier_folders.base / "memory", silent)
+    assert (report.has_failed, report.newest_step, report.unread) == (False, 2, (silent,))
+
+
 def test_an_older_memory_without_newer_steps_is_not_copied(tier_folders: TierFolders) -> None:
     memory, older = tier_folders.base / "memory", tier_folders.base / "older"
     ck = open_with_memory(tier_folders)
