@@ -9,10 +9,12 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from ckpt.errors import FormatError
 from ckpt.state.dtype_names import numpy_dtype
 from ckpt.storage.base.checked_decode import parse_json
 from ckpt.storage.base.errors import CkptError
 from ckpt.tools.export_safetensors import HEADER_LIMIT, TYPE_CODES
+from ckpt.tools.export_torch import TENSOR_TYPES
 from ckpt.tools.import_files import FileLeaf, FileRegion, contiguous_strides, list_folder, whole_file_leaf
 
 _DTYPES = {code: name for name, code in TYPE_CODES.items()}
@@ -87,6 +89,7 @@ def read_safetensors_file(path: Path) -> dict[str, FileLeaf]:
     if not isinstance(metadata, dict):
         raise CkptError(f"{path}: the header entry __metadata__ is not a JSON object, so it is damaged: copy the file again")
     kind = "torch" if metadata.get("format", "pt") == "pt" else "numpy"
+    true_types = _json_object(metadata.get("dtypes"))
     room = path.stat().st_size - start
     found = {}
     for name, entry in header.items():
@@ -101,18 +104,35 @@ def read_safetensors_file(path: Path) -> dict[str, FileLeaf]:
         itemsize = numpy_dtype(dtype).itemsize
         if not (0 <= first <= end <= room and end - first == itemsize * math.prod(shape)):
             raise CkptError(f"{path}: the bytes of {name} do not fit the file or its shape {shape}; copy the file again")
+        dtype, shape = _true_type(dtype, shape, true_types.get(name))
+        itemsize = numpy_dtype(dtype).itemsize
         region = FileRegion(str(path), start + first, shape, contiguous_strides(shape, itemsize), itemsize)
-        found[name] = whole_file_leaf(region, dtype, kind)
-    return found | _tied_names(metadata, found)
+        found[name] = whole_file_leaf(region, dtype, kind if dtype in TENSOR_TYPES else "numpy")
+    tied = _json_object(metadata.get("tied"))
+    return {name: found[first] for name, first in tied.items() if isinstance(first, str) and first in found} | found
 
 
-def _tied_names(metadata: dict[str, Any], found: dict[str, FileLeaf]) -> dict[str, FileLeaf]:
-    """Return the further names of arrays, which `ckpt-restore` writes."""
+def _json_object(text: Any) -> dict[str, Any]:
+    """Return an object that `ckpt-restore` wrote into the metadata; an empty one for what another program wrote there."""
     try:
-        tied = parse_json(metadata.get("tied", "{}"))
-        return {name: found[first] for name, first in tied.items() if first in found}
-    except (ValueError, TypeError, AttributeError):  # another program's metadata of the same name
+        found = parse_json(text)
+    except (ValueError, TypeError):
         return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _true_type(dtype: str, shape: tuple[int, ...], given: Any) -> tuple[str, tuple[int, ...]]:
+    """Return type and shape of an array that `ckpt-restore` wrote as plain integers, because the format lacks its type.
+
+    given: the type that the metadata names; one that does not fit is ignored.
+    """
+    try:
+        itemsize = numpy_dtype(given).itemsize if isinstance(given, str) and given not in TYPE_CODES else 0
+    except FormatError:
+        itemsize = 0
+    if itemsize in (1, 2, 4, 8):
+        return (given, shape) if dtype == f"uint{8 * itemsize}" else (dtype, shape)
+    return (given, shape[:-1]) if itemsize and dtype == "uint8" and shape[-1:] == (itemsize,) else (dtype, shape)
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:

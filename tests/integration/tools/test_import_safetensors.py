@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from helpers.imports import assert_same_tensors, load_imported
@@ -37,6 +39,40 @@ def test_safetensors_of_a_step_come_back(tmp_path: Path) -> None:
     assert_same_tensors(
         dict(sorted(load_imported(tmp_path / "hf", "--under", "model")["model"].items())), dict(sorted(state.items()))
     )
+
+
+def test_types_that_safetensors_lacks_come_back(tmp_path: Path) -> None:
+    state = {
+        "complex": torch.randn(2, 3, dtype=torch.complex128), "scalar": torch.tensor(2 + 1j, dtype=torch.complex128),
+        "half": torch.zeros(2, dtype=torch.complex32), "four": np.arange(4).astype(ml_dtypes.int4),
+        "float8": np.arange(3).astype(ml_dtypes.float8_e3m4), "date": np.array(["2024-01-02"], "M8[D]"),
+        "plain": torch.arange(3, dtype=torch.uint8), "record": np.zeros((2, 0), "i4,f8"),
+    }  # fmt: skip
+    ckpt.save(state, tmp_path / "run", step=1)
+    assert restore.main([str(tmp_path / "run"), str(tmp_path / "out.safetensors")], standalone_mode=False) == 0
+    loaded = load_imported(tmp_path / "out.safetensors")
+    assert {name: (type(value), value.dtype) for name, value in loaded.items()} == {
+        name: (type(value), value.dtype) for name, value in state.items()
+    }
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            assert_same_tensors(loaded[name], value)
+        else:
+            assert (loaded[name].tobytes(), loaded[name].shape) == (value.tobytes(), value.shape)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"tied": '{"b": "a"}'}, {"tied": '{"c": ["a"], "d": "no"}'}, {"tied": "[]"}, {"tied": "x"}, {"dtypes": '["a"]'},
+        {"dtypes": '{"a": "complex128", "b": "float8_e3m4"}'}, {"dtypes": '{"a": "object", "b": ["x"]}'},
+        {"dtypes": '{"a": "int64", "b": "no type"}'}, {"dtypes": '{"a": "S0"}'},
+    ],
+)  # fmt: skip
+def test_metadata_of_another_program_changes_no_array(metadata: dict[str, str], tmp_path: Path) -> None:
+    state = {"a": torch.arange(6, dtype=torch.uint8).reshape(2, 3), "b": torch.arange(3)}
+    save_file(state, tmp_path / "model.safetensors", metadata)
+    assert_same_tensors(dict(sorted(load_imported(tmp_path / "model.safetensors").items())), state)
 
 
 def test_damaged_safetensors_are_refused(tmp_path: Path) -> None:
