@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ckpt.errors import StepNotFound
+from ckpt.errors import LeafMismatch, LeafNotFound, StepNotFound
 from ckpt.groups.base import Group
 from ckpt.loading.rank_agreement import (
     LoadRequest,
@@ -22,7 +22,7 @@ from ckpt.repository.checkpoint import Checkpoint
 from ckpt.repository.damage_registry import mark_damaged_in_all_tiers
 from ckpt.repository.file_names import commit_name
 from ckpt.repository.repository import Repository, steps_text
-from ckpt.storage.base.errors import IntegrityError, StoreError
+from ckpt.storage.base.errors import CkptError, IntegrityError, StoreError
 from ckpt.support.user_warning import warn_user
 
 log = logging.getLogger("ckpt")
@@ -44,9 +44,8 @@ def load_newest_on_all_ranks(
     restore_step_limit: load the newest step below this number, if there is one.
 
     Raises IntegrityError if every step is damaged, StoreError or RemoteStoreError if a step can't be read now, and StepNotFound
-    if nothing exists at the URL.
-
-    Rank 0 lists the steps. If a listed step can't be loaded, rank 0 decides whether it was deleted after the listing.
+    if nothing exists at the URL. Rank 0 lists the steps. If a listed step can't be loaded, it decides whether the step was
+    deleted after the listing.
     """
     group = request.group
 
@@ -58,6 +57,7 @@ def load_newest_on_all_ranks(
         group.meet_at(repo.store)
         require_same_step(group, None)
     numbers: list[int] = json.loads(broadcast_from_rank_0(group, listed_steps))
+    failed: CkptError | None = None  # the last load that may have changed arrays
     while True:
         damage: dict[int, IntegrityError] = {}
         missing: set[int] = set()  # never committed, or deleted after they were listed
@@ -68,7 +68,10 @@ def load_newest_on_all_ranks(
                 break
             except StepNotFound:
                 missing.add(number)
+            except (LeafNotFound, LeafMismatch) as error:
+                raise _unless_changed(error, failed, number)  # noqa: B904  it has the cause
             except (IntegrityError, StoreError, RemoteStoreError) as error:
+                failed = error
                 if _is_deleted(repo, number, group):
                     missing.add(number)
                 elif strict or not isinstance(error, IntegrityError):
@@ -87,6 +90,19 @@ def load_newest_on_all_ranks(
         if not _has_committed(repo, [number for number in newer if number not in tried_and_present], group):
             return _finish_fallback(repo, found, damage, restore_step_limit)
         numbers = relisted
+
+
+def _unless_changed(error: CkptError, failed: CkptError | None, step: int) -> CkptError:
+    """Return an error of a step that does not fit; IntegrityError if arrays may have changed, which that error denies.
+
+    failed: the error of an earlier load, which may have changed them; None if there was none.
+    step: the number of the older step that does not fit.
+    """
+    if failed is None:
+        return error
+    damage = IntegrityError(f"{failed}; the older step {step} does not fit: {error}")
+    damage.__cause__ = error
+    return damage
 
 
 def _is_deleted(repo: Repository, step: int, group: Group) -> bool:

@@ -31,6 +31,28 @@ def test_only_the_named_leaves_are_loaded(tmp_path):
     assert_identical(like, {"model": {"w": np.ones(3), "b": np.full(2, 9.0)}, "opt": [np.zeros(1), 0, {"x": 0}], "step": 3})
 
 
+def _with_damaged_newest_step(root, older):
+    """Save `older` as step 9, and as step 10 the arrays "a" and "b", of which "b" is damaged."""
+    newest = {"a": np.full(10_000, 2.0), "b": np.arange(10_000.0)}
+    ckpt.save(older, root, 9, group=None)
+    ckpt.save(newest, root, 10, group=None, codec=None, full_every=None)
+    (pack,) = (root / "steps/10/pack").iterdir()
+    data = bytearray(pack.read_bytes())
+    data[data.index(newest["b"].tobytes()) + 7] ^= 1
+    pack.write_bytes(data)
+
+
+@pytest.mark.parametrize("older", [{"a": np.ones(10_000)}, {"a": np.ones(10_000), "b": np.ones(3)}])
+def test_an_older_step_that_does_not_fit_is_reported_with_the_damage_of_the_newest(tmp_path, older):
+    """The errors of a state that does not fit promise that no array has changed."""
+    _with_damaged_newest_step(tmp_path / "r", older)
+    like = {"a": np.zeros(10_000), "b": np.zeros(10_000)}
+    with pytest.raises(ckpt.IntegrityError, match=r"steps/10/.*; the older step 9 does not fit: .*\bb\b"):
+        ckpt.load(tmp_path / "r", like, group=None)
+    with pytest.raises((ckpt.LeafNotFound, ckpt.LeafMismatch)):
+        ckpt.load(tmp_path / "r", like, step=9, group=None)
+
+
 @pytest.mark.parametrize("wrap", [lambda x: {"w": x}, lambda x: [{"w": x}], lambda x: ({"w": x},), lambda x: [[], {"w": x}]])
 def test_a_selected_leaf_that_the_step_lacks_is_an_error_in_any_container(tmp_path, wrap):
     ckpt.save({"model": {"w": np.ones(3)}}, tmp_path / "r")
