@@ -6,7 +6,7 @@
 # make cluster six storage nodes on this machine, to try things with
 # make bench   the benchmarks       make soak   the fault tests, at full length (CAMPAIGNS=tests/faults/kill: these alone)
 # make docs    the documentation site, into build/docs
-# make map     which folder imports which, and what has grown too large; make map-docs writes docs/design/files.md
+# make map     which folder imports which, and what has grown too large; make map-docs writes docs/design/files.md and the table of architecture.md
 # make mutation    change the rules one by one, and print what no test notices (SUBJECTS="decisions": these alone)
 # make clean   remove all that these made
 #

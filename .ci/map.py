@@ -1,7 +1,7 @@
 """Prints the import graph of the packages, its depth, and what is too large. `make map` runs it.
 
     python .ci/map.py          prints the map
-    python .ci/map.py --docs   writes the page docs/design/files.md
+    python .ci/map.py --docs   writes docs/design/files.md, and the table of layers in docs/design/architecture.md
 
 A part is a folder, or a file at the top of ckpt/, with a list of the parts that it may import. An edge is an import at the top
 of a file or inside a function. Imports for type checkers only do not count.
@@ -16,10 +16,13 @@ from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from parts import ROOT, first_line, imports, layers, modules, part_of
+from parts import FOLDERS, ROOT, first_line, imports, layers, modules, part_of
 
 FILE_LINES, FUNCTION_LINES, ARGUMENTS = 400, 60, 8
 PAGE = ROOT / "docs" / "design" / "files.md"
+ARCHITECTURE = ROOT / "docs" / "design" / "architecture.md"
+_LAYERS, _END_OF_LAYERS = "<!-- layers -->\n", "<!-- end of layers -->\n"
+"""The lines around the table of layers."""
 _INTRODUCTION = """<!-- written by make map-docs -->
 # Where everything lives
 
@@ -143,8 +146,17 @@ def page_of_files() -> str:
     return "\n".join(lines)
 
 
+def page_of_architecture() -> str:
+    """Return the content of docs/design/architecture.md with the table of layers, the highest first."""
+    before, _, rest = ARCHITECTURE.read_text().partition(_LAYERS)
+    rows = [f"| `{layer.name}/` | `{FOLDERS[layer.name]}` | {layer.what} |\n" for layer in reversed(layers())]
+    table = "".join(["\n| folder | installed as | what it is |\n|---|---|---|\n", *rows, "\n"])
+    return before + _LAYERS + table + _END_OF_LAYERS + rest.partition(_END_OF_LAYERS)[2]
+
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["--docs"]:
         PAGE.write_text(page_of_files())
+        ARCHITECTURE.write_text(page_of_architecture())
     else:
         print_map()

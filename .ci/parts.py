@@ -20,8 +20,11 @@ def _folders() -> dict[str, str]:
     """Return the package of each folder, as setup.py installs it, in the order of the layers of the table."""
     assignments = [node for node in ast.parse((ROOT / "setup.py").read_text()).body if isinstance(node, ast.Assign)]
     packages = next(ast.literal_eval(node.value) for node in assignments if ast.unparse(node.targets[0]) == "FOLDERS")
-    folder_of = {folder: package for package, folder in packages.items()}
-    return {layer["name"]: folder_of[layer["name"]] for layer in tomllib.loads(TABLE.read_text())["layer"]}
+    package_of = {folder: package for package, folder in packages.items()}
+    names = [layer["name"] for layer in tomllib.loads(TABLE.read_text())["layer"]]
+    if {*names} != package_of.keys():
+        raise ValueError(f"parts.toml and FOLDERS of setup.py differ: {', '.join(sorted({*names} ^ package_of.keys()))}")
+    return {name: package_of[name] for name in names}
 
 
 FOLDERS = _folders()
@@ -138,7 +141,9 @@ def _running(node: ast.AST) -> Iterator[ast.AST]:
 def _targets(node: ast.AST, names: Mapping[str, Path]) -> Iterator[str]:
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names if alias.name in names)
-    if isinstance(node, ast.ImportFrom) and node.module is not None:
+    if isinstance(node, ast.ImportFrom):
+        if node.level or node.module is None:
+            raise ValueError(f"line {node.lineno} has a relative import: write the full name, such as ckpt.state")
         for alias in node.names:
             inner = f"{node.module}.{alias.name}"
             if inner in names or node.module in names:

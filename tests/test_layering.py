@@ -7,6 +7,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +55,14 @@ FRAMEWORK_FILES = {
     "storage/node/message_digests.py": "pyarrow",
 }
 """Files that are imported only where the framework is imported already."""
+
+PUBLIC_NAMES = {
+    "AlreadyExists", "Checkpoint", "Checkpointer", "CkptError", "Fenced", "FormatError", "GroupError", "IntegrityError",
+    "InvalidArgument", "InvalidName", "Keep", "LazyArray", "LeafInfo", "LeafMismatch", "LeafNotFound", "NotFinite",
+    "NotFound", "PerRank", "RandomState", "RanksMissing", "Repository", "RepositoryBusy", "SaveFailed", "SaveHandle", "Shard",
+    "SignatureError", "StagingFailed", "StateChanged", "StepNotFound", "StepRefused", "StepSkipped", "StoreError", "Tier",
+    "UnknownScheme", "UnsupportedLeaf", "__version__", "data", "load", "open", "pulse", "save",
+}  # fmt: skip
 
 MODULES = sorted(str(file.relative_to(ROOT)) for layer in LAYERS for file in (ROOT / layer).rglob("*.py"))
 
@@ -167,6 +176,25 @@ def test_the_map_in_the_documentation_names_every_file():
     assert code_map.PAGE.read_text() == code_map.page_of_files(), "run make map-docs"
 
 
+def test_the_table_of_layers_is_that_of_the_parts():
+    page = code_map.page_of_architecture()
+    assert code_map.ARCHITECTURE.read_text() == page, "run make map-docs"
+    assert re.findall(r"^\| `(\w+)/` \|", page, re.MULTILINE) == [*reversed(LAYERS)]
+
+
+def test_a_folder_that_is_in_one_table_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "parts.toml").write_text(parts.TABLE.read_text().replace('name = "tools"', 'name = "toolbox"'))
+    monkeypatch.setattr(parts, "TABLE", tmp_path / "parts.toml")
+    with pytest.raises(ValueError, match="differ: toolbox, tools"):
+        parts._folders()
+
+
+@pytest.mark.parametrize("text", ["from . import errors", "from .errors import CkptError", "from ..state import tree"])
+def test_relative_imports_are_refused(text: str):
+    with pytest.raises(ValueError, match="write the full name"):
+        list(parts._targets(ast.parse(text).body[0], parts.modules()))
+
+
 def test_files_that_the_docstring_of_a_package_names_exist():
     """A name in code style is that of a file, a folder or a definition of the project."""
     trees = {path: ast.parse(path.read_text()) for path in parts.modules().values()}
@@ -202,13 +230,20 @@ from ckpt.storage.testing import StoreContract
 from ckpt.tiers import drain
 assert callable(ckpt.save) and callable(ckpt.load) and callable(ckpt.open)
 assert all(hasattr(ckpt, name) for name in ckpt.__all__)
-print(*sorted(ckpt.__all__))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert {"AlreadyExists", "Checkpoint", "Checkpointer", "Keep", "PerRank", "Shard", "Tier", "load", "open", "save"} <= set(
-        done.stdout.split()
-    )
+    assert set(ckpt.__all__) == PUBLIC_NAMES
+
+
+def test_commands_and_plugins_are_defined():
+    """Read from the sources, as some of their modules import a framework."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    targets = [target for group in (project["scripts"], *project["entry-points"].values()) for target in group.values()]
+    assert len(targets) > 10
+    for module, _, name in (target.partition(":") for target in targets):
+        body = ast.parse(parts.modules()[module].read_text()).body
+        assert name in {node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}, module
 
 
 @pytest.mark.parametrize("module", MODULES)
