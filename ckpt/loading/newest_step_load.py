@@ -100,7 +100,7 @@ def _unless_changed(error: CkptError, failed: CkptError | None, step: int) -> Ck
     """
     if failed is None:
         return error
-    damage = IntegrityError(f"{failed}; the older step {step} does not fit: {error}")
+    damage = IntegrityError(f"{failed}; the older step {step} does not fit: {error}; build the state anew before you continue")
     damage.__cause__ = error
     return damage
 

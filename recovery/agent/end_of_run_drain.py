@@ -75,4 +75,4 @@ def _has_newer_unread_step(run_state: RunState, report: DrainReport) -> bool:
     """Return whether memory that did not answer may have a newer step of this job than all that were read."""
     newest = run_state.newest
     is_newer = newest.step > max(report.newest_step, newest.durable)
-    return is_newer and newest.memory.url() in report.unread and run_state.before is None  # else it may be bad
+    return is_newer and newest.memory.url() in report.unread and run_state.restore_step_limit is None  # else it may be bad
