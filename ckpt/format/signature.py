@@ -22,7 +22,7 @@ from ckpt.storage.base.fd_io import describe_unreadable_file
 KEY_FILE_VARIABLE = "CKPT_KEY_FILE"
 """The environment variable that names the key file if the program does not."""
 
-KeyOption = str | os.PathLike[str] | bytes | None
+KeyOption = str | os.PathLike[str] | bytes | bytearray | memoryview | None
 """The `key=` option: a key file, the key itself as bytes, or None."""
 
 _MIN_KEY_BYTES = 32
@@ -103,10 +103,12 @@ def as_keys(option: KeyOption | Keys) -> Keys:
     """Return the keys of a `key=` option, or else of the environment; raise InvalidArgument for an invalid file or key."""
     if isinstance(option, Keys):
         return option
-    if isinstance(option, bytes):
-        return Keys((_checked_key(option, "key="),))
-    if option is not None:
+    if isinstance(option, (bytes, bytearray, memoryview)):
+        return Keys((_checked_key(bytes(option), "key="),))
+    if isinstance(option, (str, os.PathLike)):
         return read_key_file(Path(option))
+    if option is not None:
+        raise InvalidArgument(f"key= is a {type(option).__name__}; give the path of a key file, or the key as bytes")
     return read_key_file(Path(named)) if (named := os.environ.get(KEY_FILE_VARIABLE)) else NO_KEYS
 
 
