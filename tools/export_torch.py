@@ -16,7 +16,7 @@ from ckpt.state.leaves.base import ArrayLeaf
 from ckpt.state.leaves.numpy import NumpyLeaf
 from ckpt.state.name_patterns import matcher, select
 from ckpt.state.tree import Node, flatten
-from ckpt.state.tree_rebuild import rebuild, scalar_bytes
+from ckpt.state.tree_rebuild import decode_key, rebuild, scalar_bytes
 from ckpt.storage.base.errors import CkptError, first_line
 from ckpt.storage.base.store import ByteProgress
 from ckpt.tools.common import import_optional
@@ -138,13 +138,19 @@ def make_plain(node: Node) -> Node:
     if "set" in node:
         return {"set": [make_plain(n) for n in node["set"]]}
     if "dict" in node:
-        made: dict[str, Node] = {"dict": [[k, make_plain(n)] for k, n in node["dict"]]}
+        made: dict[str, Node] = {"dict": [[_plain_key(k), make_plain(n)] for k, n in node["dict"]]}
         if node.get("type") in ("OrderedDict", "Counter"):
             made["type"] = node["type"]
         if "metadata" in node and node.get("type") == "OrderedDict":  # the versions of torch modules
             made["metadata"] = make_plain(node["metadata"])
         return made
     return node
+
+
+def _plain_key(key: Node) -> Node:
+    """Return a key of a dict without its type of numpy."""
+    decoded = decode_key(key)
+    return str(decoded) if isinstance(decoded, np.str_) else key
 
 
 class _CountingFile(io.RawIOBase):

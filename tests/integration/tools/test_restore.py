@@ -119,6 +119,14 @@ def test_numpy_scalars_of_a_group_are_restored(tmp_path: Path) -> None:
     assert open_npz(tmp_path / "out.npz")[2]["rate"] == {"scalar": "AAAAPw==", "dtype": "float32"}
 
 
+def test_a_pt_file_has_keys_that_weights_only_accepts(tmp_path: Path) -> None:
+    ckpt.save({"groups": {np.str_("é"): np.ones(2), (1, "b"): 2}, np.str_(""): 3}, tmp_path / "run", step=0)
+    assert run(tmp_path / "run", tmp_path / "out.pt").returncode == 0
+    loaded = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert list(loaded["groups"]) == ["é", (1, "b")]
+    assert loaded[""] == 3
+
+
 def test_a_state_of_one_array_is_restored(tmp_path: Path) -> None:
     ckpt.save(np.arange(5), tmp_path / "run", step=0)
     assert run(tmp_path / "run", tmp_path / "out.npz").returncode == 0
