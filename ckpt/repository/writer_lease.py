@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 
@@ -33,6 +34,9 @@ from ckpt.storage.base.fencing_probe import require_conditional_puts
 from ckpt.support.fork_check import CreatorProcess
 
 log = logging.getLogger("ckpt")
+
+UNSEEN_SECONDS = 60.0
+"""How long no other saver of this process deletes the last steps of a group: a rank may not have seen their commits yet."""
 
 _ACQUIRE_TRIES = 20
 """How often a process tries to take the next generation while other writers are faster."""
@@ -74,6 +78,9 @@ class WriterLease:
         """The commit records whose publication may still take effect, by the name of the attempt that saved the step."""
         self._watched_steps: list[list[int]] = []
         """Lists to which each attempt that begins adds its step, see `_watch_steps`."""
+        self._spared_steps: list[Callable[[], Collection[int]]] = []
+        self._unseen_steps: dict[int, tuple[float, frozenset[int]]] = {}
+        """The time (monotonic clock) and the steps of the last commits of each group, by its number."""
         self._user_count = 0
         self._has_ranks = False
 
@@ -191,6 +198,31 @@ class WriterLease:
         """Return the commit records whose publication has begun, and may still take effect, by the name of their attempt."""
         with self._lock:
             return dict(self._unsettled_commits)
+
+    # --- steps that no sweep deletes ---------------------------------------------------------------------------
+
+    def spare(self, steps: Callable[[], Collection[int]]) -> None:
+        """Let no sweep delete the steps that this function returns, for example because they must still be copied from here."""
+        with self._lock:
+            self._spared_steps.append(steps)
+
+    def stop_sparing(self, steps: Callable[[], Collection[int]]) -> None:
+        """Withdraw a call of `spare` with this function, if there was one."""
+        with self._lock:
+            self._spared_steps = [other for other in self._spared_steps if other is not steps]
+
+    def note_commits(self, group: int, steps: Iterable[int]) -> None:
+        """Record the last commits of a group, by its number, just after one."""
+        with self._lock:
+            self._unseen_steps[group] = time.monotonic(), frozenset(steps)
+
+    def spared_steps(self, group: int) -> set[int]:
+        """Return the steps that a sweep of a group, or of a process alone, with this number must not delete for the others."""
+        since = time.monotonic() - UNSEEN_SECONDS
+        with self._lock:
+            functions = list(self._spared_steps)
+            unseen = [steps for number, (at, steps) in self._unseen_steps.items() if number != group and at > since]
+        return set[int]().union(*unseen, *(steps() for steps in functions))
 
     # --- fencing -----------------------------------------------------------------------------------------------
 

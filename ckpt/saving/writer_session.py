@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -57,9 +57,8 @@ class WriterSession:
         """The training lines that the repository has for certain. No lock: a line that is recorded twice does no harm."""
         self._previous_steps = PreviousSteps(repo, group)
         self._lock = threading.Lock()
-        """Guards changes of `_pending_saves` and `_spared_steps`. A method that only looks at them takes no lock: nothing is
-        removed from them in place."""
-        self._spared_steps: list[Callable[[], Collection[int]]] = []
+        """Guards changes of `_pending_saves`. A method that only looks at it takes no lock: nothing is removed from it in
+        place."""
         self._pending_saves: list[SaveHandle] = []
         self._recent_commits: list[CommittedFiles] = []
         """The last commits, to whose packs other ranks may refer. Guarded by the sweep lock of the lease."""
@@ -96,16 +95,6 @@ class WriterSession:
         """Record that a save of this step begins."""
         if self._next_step is not None:
             self._next_step = max(self._next_step, step + 1)
-
-    def spare(self, steps: Callable[[], Collection[int]]) -> None:
-        """Let no sweep delete the steps that this function returns, for example because they must still be copied from here."""
-        with self._lock:
-            self._spared_steps = [*self._spared_steps, steps]
-
-    def stop_sparing(self, steps: Callable[[], Collection[int]]) -> None:
-        """Withdraw a call of `spare` with this function, if there was one."""
-        with self._lock:
-            self._spared_steps = [other for other in self._spared_steps if other is not steps]
 
     # --- pending saves -----------------------------------------------------------------------------------------
 
@@ -228,6 +217,8 @@ class WriterSession:
         with self.writer_lease.sweep_lock:
             self._commits_in_use = max(self._commits_in_use, commits_in_use)
             self._recent_commits = [*self._recent_commits, CommittedFiles(step, files)][-self._commits_in_use :]
+            if self.group.size > 1:
+                self.writer_lease.note_commits(self.group_lease.number, (each.step for each in self._recent_commits))
 
     def _note_previous(self, read: list[CommittedFiles]) -> None:
         if self.group.size > 1:
@@ -257,7 +248,8 @@ class WriterSession:
             with self.writer_lease.sweep_lock:
                 recent = self._recent_commits if self.group.size > 1 else []
                 protected_packs = set[str]().union(*(each.names for each in recent))
-                spared_steps = saved_steps.union({each.step for each in recent}, *(steps() for steps in self._spared_steps))
+                spared_steps = saved_steps.union({each.step for each in recent})
+                spared_steps |= self.writer_lease.spared_steps(self.group_lease.number)
                 damaged = damaged_steps(self.repo)
                 sweep(self.repo, self.writer_lease, keep, spared_steps, damaged, protected_packs, replaced_files)
         except Exception as error:  # also MemoryError: the step is committed, whatever happens here

@@ -127,8 +127,8 @@ class TierManager:
         for number, tier in enumerate(self._open_tiers):
             repo = tier.session.repo
             spared_steps = partial(self._steps_to_promote_from, number)
-            tier.session.spare(spared_steps)
-            self._at_end.callback(tier.session.stop_sparing, spared_steps)
+            tier.session.writer_lease.spare(spared_steps)
+            self._at_end.callback(tier.session.writer_lease.stop_sparing, spared_steps)
             if number or (repo is self.main_repo and len(self.repository.tiers) > 1):  # the others can only be read
                 tier.copier = BackgroundCopier(
                     self._repositories_except(repo), tier.session, as_keep(tier.spec.keep), partial(publish_durable, tier)

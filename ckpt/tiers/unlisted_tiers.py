@@ -66,8 +66,8 @@ def spare_unlisted(
     for tier in tiers:
         if tier.url in failures:
             later = partial(_later_steps, tier.session.repo, newest)
-            tier.session.spare(later)
-            at_end.callback(tier.session.stop_sparing, later)
+            tier.session.writer_lease.spare(later)
+            at_end.callback(tier.session.writer_lease.stop_sparing, later)
     return {*failures}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,9 @@ from helpers.repositories import assert_clean
 import ckpt
 from ckpt.groups.base import Group
 from ckpt.groups.threads import ThreadGroup
+from ckpt.repository import writer_lease
+from ckpt.storage.base.store import Buffer
+from ckpt.storage.local.directory import LocalStore
 from ckpt.storage.local.durable_writer import temporary_name
 
 
@@ -33,9 +37,43 @@ def test_ranks_do_not_take_the_commit_of_a_process_alone_for_their_own(tmp_path:
     all_well(on_ranks(2, lambda g: ckpt.save(one_array(2), tmp_path, 2, group=g, timeout=300), groups))
 
 
+class _Held(LocalStore):
+    """A directory that, once it has the part of rank 1, gives the commit record of step 0 only after the gate is open."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.gate = threading.Event()
+        self.has_part = False
+
+    def put(self, name: str, data: Buffer) -> None:
+        self.has_part = self.has_part or "/part/1-" in name
+        super().put(name, data)
+
+    def get_up_to(self, name: str, limit: int) -> bytes:
+        if self.has_part and name == "steps/0/commit.json":
+            assert self.gate.wait(600)
+        return super().get_up_to(name, limit)
+
+
+def test_another_saver_deletes_no_step_whose_commit_a_rank_may_not_have_seen(tmp_path: Path) -> None:
+    """Rank 0 saves alone right after the commit, and keeps one step."""
+    store = _Held(tmp_path)
+
+    def work(group: Group) -> ckpt.Checkpoint:
+        saved = ckpt.save(one_array(0), store if group.rank else tmp_path, 0, group=group, timeout=300)
+        if group.rank == 0:
+            ckpt.save({"mine": 1}, tmp_path, 1, group=None, keep=1)
+            store.gate.set()
+        return saved
+
+    first, second = all_well(on_ranks(2, work))
+    assert second.commit == first.commit
+
+
 @pytest.mark.slow
-def test_groups_of_one_job_save_to_one_url_in_turn(tmp_path: Path) -> None:
+def test_groups_of_one_job_save_to_one_url_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For example torch's default group and a mesh of the same ranks, COMM_WORLD and a duplicate, or a part of the ranks."""
+    monkeypatch.setattr(writer_lease, "UNSEEN_SECONDS", 0.0)
     one, other, some = ThreadGroup.make(3), ThreadGroup.make(3), ThreadGroup.make(2)
     for step, groups in enumerate([one, other, some, one, some, other, one]):
         for blocking in (True, False):
