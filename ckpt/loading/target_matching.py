@@ -190,7 +190,7 @@ class TargetMatcher:
     def _has_selected_in_like(self, value: object, path: str) -> bool:
         if isinstance(value, dict):
             return any(self._has_selected_in_like(v, join_path(path, k)) for k, v in value.items())
-        return any(map(self._is_selected, [*entry_names(value, path)] or [path]))
+        return any(map(self._is_selected, [*entry_names(value, path, in_objects=True)] or [path]))
 
     def _items(self, like: Sequence[Any], nodes: Sequence[Node], names: Sequence[object], path: str) -> list[Finish | None]:
         if len(nodes) != len(like):

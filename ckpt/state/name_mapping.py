@@ -146,15 +146,22 @@ def _walk_nodes(node: Node, path: str) -> Iterator[tuple[str, Node]]:
         yield from _walk_nodes(child, name)
 
 
-def entry_names(like: object, path: str) -> Iterator[str]:
-    """Yield the names of the entries of a state; nothing for a state that is itself an array or plain value."""
+def entry_names(like: object, path: str, in_objects: bool = False) -> Iterator[str]:
+    """Yield the names of the entries of a state; nothing for a state that is itself an array or plain value.
+
+    in_objects: whether to yield the names of the entries of each object's state, too, and not only the name of the object.
+    """
+    like = like.value if type(like) is PerRank else like
+    if in_objects and _is_object(like, path) and (stateful := as_stateful(like, path)) is not None:
+        yield from entry_names(state_of(stateful, like, path), path, in_objects)
+        return
     below = None if _is_leaf(like, path) or _is_object(like, path) else _children_of(like)
     if below is None:
         if path:
             yield path
         return
     for key, value in below:
-        yield from entry_names(value.value if type(value) is PerRank else value, join_path(path, key))
+        yield from entry_names(value, join_path(path, key), in_objects)
 
 
 def _children_of(like: object) -> list[tuple[Any, Any]] | None:

@@ -31,6 +31,19 @@ def test_only_the_named_leaves_are_loaded(tmp_path):
     assert_identical(like, {"model": {"w": np.ones(3), "b": np.full(2, 9.0)}, "opt": [np.zeros(1), 0, {"x": 0}], "step": 3})
 
 
+@pytest.mark.parametrize(
+    "wrap", [lambda x: x, lambda x: [x], lambda x: {"inner": x}, ckpt.PerRank, lambda x: ckpt.PerRank([x])]
+)
+def test_a_selected_leaf_of_an_object_that_the_step_lacks_is_an_error(tmp_path, wrap):
+    """Otherwise its weights would stay as they are, without a word."""
+    ckpt.save({"enc": torch.nn.Linear(2, 3)}, tmp_path / "r")
+    like = {"enc": torch.nn.Linear(2, 3), "model": wrap(torch.nn.Linear(2, 3))}
+    with pytest.raises(ckpt.LeafNotFound, match="leaf model of `like` is not in step 0"):
+        ckpt.load(tmp_path / "r", like, only="*.weight")
+    ckpt.load(tmp_path / "r", like, only="enc.*")
+    ckpt.load(tmp_path / "r", {**like, "other": torch.nn.ReLU()}, only="enc.*")
+
+
 def _with_damaged_newest_step(root, older):
     """Save `older` as step 9, and as step 10 the arrays "a" and "b", of which "b" is damaged."""
     newest = {"a": np.full(10_000, 2.0), "b": np.arange(10_000.0)}
