@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt.recovery.goodput.ledger import LedgerSpan, goodput
 from ckpt.recovery.goodput.simulator import IntervalOutcome
@@ -16,6 +16,9 @@ from ckpt.recovery.run_log.entry_facts import FailureSummary, StartFacts, facts_
 from ckpt.recovery.run_log.run_state import is_failure
 from ckpt.storage.base.plural import format_count
 from ckpt.tools.common import printable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLOURS: Mapping[TimeCategory, str] = {
     "useful": "#0b7285", "redo": "#f08c00", "stall": "#ffd43b", "restore": "#4dabf7", "spawn": "#9775fa",
@@ -140,7 +143,7 @@ def draw_intervals(points: Sequence[IntervalOutcome], title: str, file: Path) ->
 # --- the parts of the plot of a run ----------------------------------------------------------------------------
 
 
-def _draw_shares(ax: Any, seconds: Mapping[str, float], failures: int) -> None:
+def _draw_shares(ax: Axes, seconds: Mapping[str, float], failures: int) -> None:
     """Draw the shares of time as one bar, and the goodput as a large number."""
     total = sum(seconds.values()) or 1.0
     ax.set_axis_off()
@@ -173,7 +176,7 @@ def _draw_shares(ax: Any, seconds: Mapping[str, float], failures: int) -> None:
 
 
 def _draw_progress(
-    ax: Any, spans: Sequence[LedgerSpan], starts: Sequence[float], marks: Sequence[_FailureMark], scale: float
+    ax: Axes, spans: Sequence[LedgerSpan], starts: Sequence[float], marks: Sequence[_FailureMark], scale: float
 ) -> None:
     """Draw the step over time, with a line for each attempt, and the last committed step."""
     done: dict[int, list[tuple[float, int]]] = defaultdict(list)
@@ -206,7 +209,7 @@ def _draw_progress(
 
 
 def _draw_attempts(
-    ax: Any,
+    ax: Axes,
     spans: Sequence[LedgerSpan],
     starts: Sequence[float],
     marks: Sequence[_FailureMark],
@@ -316,7 +319,7 @@ def _format_duration(seconds: float) -> str:
     return f"{value:.0f} {unit}" if value >= 100 else f"{value:.1f} {unit}" if value >= 0.1 else f"{value:.2f} {unit}"
 
 
-def _style_axes(ax: Any) -> None:
+def _style_axes(ax: Axes) -> None:
     ax.spines[["top", "right"]].set_visible(False)
     ax.spines[["left", "bottom"]].set_color("#ced4da")
     ax.tick_params(labelsize=8, colors=FAINT_COLOUR)

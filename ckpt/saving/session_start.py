@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from ckpt import errors
 from ckpt.groups.base import Group
@@ -38,6 +37,30 @@ class SessionStart:
     group: `WriterLease.next_step`."""
     rank_0_requested_step: RequestedStep = ()
     """The first step that rank 0 of a group was asked to save."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Announcement:
+    """What rank 0 sends to the other ranks of a group: how the session starts, or why it can't."""
+
+    generation: int = 0
+    token: str = ""
+    lane: int = 0
+    """The fields of the lease. lane: the number of the group under it."""
+    next_step: int = 0
+    requested_step: RequestedStep = ()
+    """The fields of `SessionStart`."""
+    error: str = ""
+    """The name of the class of an error; "" if there is none."""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """What a rank sends to all others. Only rank 0 sends an announcement."""
+
+    announcement: _Announcement | None
+    process: ProcessIdentity
 
 
 def start_alone(
@@ -72,12 +95,12 @@ def start_in_group(
     """
     if group.rank:
         announcement, processes = _announce_and_gather(rendezvous_store, group, None)
-        if "error" in announcement:
-            kind = getattr(errors, announcement["error"], CkptError)
-            raise kind(announcement["message"])
-        writer = WriterLease(repo, announcement["generation"], announcement["token"], serials)
-        own_lease = GroupLease(writer, group.rank, group.size, announcement["lane"], processes)
-        return SessionStart(own_lease, announcement["next"], tuple(announcement["asked"]))
+        if announcement.error:
+            kind = getattr(errors, announcement.error, CkptError)
+            raise kind(announcement.message)
+        writer = WriterLease(repo, announcement.generation, announcement.token, serials)
+        own_lease = GroupLease(writer, group.rank, group.size, announcement.lane, processes)
+        return SessionStart(own_lease, announcement.next_step, announcement.requested_step)
     lease: GroupLease | None = None
     try:
         if prepare is not None:
@@ -95,22 +118,22 @@ def start_in_group(
             next_step = newest + 1
         else:  # other saves of this process may be running
             next_step = lease.writer.next_step()
-        announcement = {"generation": lease.writer.generation, "lane": lease.number, "token": lease.writer.token}
-        announcement |= {"next": next_step, "asked": requested_step}
+        announcement = _Announcement(lease.writer.generation, lease.writer.token, lease.number, next_step, requested_step)
     except BaseException as error:
         if lease is not None:
             lease.release()
         kind, reason = "GroupError", f"{type(error).__name__}: {error}".removesuffix(": ")
         if isinstance(error, CkptError):
             kind, reason = errors.shared_class_name(error), str(error)
-        _announce_and_gather(rendezvous_store, group, {"error": kind, "message": f"rank 0 could not begin to save: {reason}"})
+        failure = _Announcement(error=kind, message=f"rank 0 could not begin to save: {reason}")
+        _announce_and_gather(rendezvous_store, group, failure)
         raise
     try:
         _, lease.rank_processes = _announce_and_gather(rendezvous_store, group, announcement)
     except BaseException:
         lease.release()
         raise
-    return SessionStart(lease, announcement["next"], requested_step)
+    return SessionStart(lease, next_step, requested_step)
 
 
 def _sweep_uncommitted(lease: WriterLease, later_steps: Iterable[int]) -> None:
@@ -131,8 +154,8 @@ def _sweep_uncommitted(lease: WriterLease, later_steps: Iterable[int]) -> None:
 
 
 def _announce_and_gather(
-    rendezvous_store: Store, group: Group, announcement: Mapping[str, object] | None
-) -> tuple[dict[str, Any], list[ProcessIdentity]]:
+    rendezvous_store: Store, group: Group, announcement: _Announcement | None
+) -> tuple[_Announcement, list[ProcessIdentity]]:
     """Return the announcement of rank 0 and the processes of all ranks, by which a dead rank is recognised later.
 
     announcement: on rank 0, what to send; None on the other ranks.
@@ -141,7 +164,9 @@ def _announce_and_gather(
     """
     group.meet_at(rendezvous_store)
     if not group.can_gather:
-        return json.loads(group.broadcast(None if announcement is None else json.dumps(announcement).encode())), []
-    gathered = group.all_gather(json.dumps({"announcement": announcement, "process": asdict(this_process())}).encode())
-    messages = [json.loads(data) for data in gathered]
-    return messages[0]["announcement"], [decode(ProcessIdentity, one["process"]) for one in messages]
+        sent = group.broadcast(None if announcement is None else json.dumps(asdict(announcement)).encode())
+        return decode(_Announcement, json.loads(sent)), []
+    gathered = group.all_gather(json.dumps(asdict(_Message(announcement, this_process()))).encode())
+    messages = [decode(_Message, json.loads(data)) for data in gathered]
+    assert messages[0].announcement is not None
+    return messages[0].announcement, [message.process for message in messages]

@@ -12,7 +12,6 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ckpt.recovery.ranks import mpi, process_kill
 from ckpt.recovery.ranks.fork_client import ForkedRank, ForkServers, NotForkable, ScriptNotFound, split_python_command
@@ -175,7 +174,7 @@ def _listen_error(address: str, reason: str | None) -> CkptError:
 
 
 @functools.lru_cache(maxsize=8)
-def _own_address(name: str) -> tuple[int, tuple[Any, ...]]:
+def _own_address(name: str) -> tuple[int, tuple[str | int | bytes, ...]]:
     """Return family and address of this host. They are kept, because the name server may be gone when ranks are restarted."""
     family, _, _, _, sockaddr = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
     return family, sockaddr
