@@ -106,7 +106,7 @@ class Agent:
 
     def _join(self, identity: AgentIdentity, ranks: HostRanks) -> Joined:
         request = JoinRequest(
-            identity.name, self._spec, self._options.begin_anew, self._memory.nodes_folder,
+            identity.name, self._spec, self._options.begin_anew, self._memory.nodes_folder or self._memory.unserved_folder,
             lambda: make_report(identity, self._signals, ranks, self._memory),
         )  # fmt: skip
         joined = Joining(self._log, request, self._signals, self._messages.print).join()

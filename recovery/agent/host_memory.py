@@ -24,6 +24,8 @@ class HostMemory:
         self._options, self._single_host = options, single_host
         self.folder = local.memory_folder(options.folder) if single_host else None
         """The folder of the memory tier in a run on one host; else None."""
+        self.unserved_folder = local.memory_folder(options.folder, options.name) if single_host else None
+        """In a run on one host: the folder of the nodes that this host served in runs on several hosts."""
         self.used_bytes = 0
         """The bytes of memory that saved steps take on this host, as measured last."""
         self._nodes: MemoryNodes | None = None

@@ -57,7 +57,7 @@ class JoinRequest:
     begin_anew: bool
     """Whether to begin another run if the run of several hosts has ended."""
     nodes_folder: Path | None
-    """The folder of the memory nodes that this host serves; None: it serves none."""
+    """The folder of the memory nodes that this host serves, or served in runs on several hosts; None: it serves none."""
     make_report: Callable[[], AgentReport]
     """Returns the current report of this agent."""
 
@@ -110,6 +110,7 @@ class Joining:
             self._print(f"the run has ended: {run_state.last.text}; to begin another, give --again")
             return Joined("", facts_of(run_state.last, EndFacts).status)
         self._refuse_lost_log(run_state)
+        self._refuse_unserved_memory(run_state)
         return self._begin(reports, living)
 
     def _find_living(self, reports: Mapping[str, Mapping[str, object]], can_join: bool) -> dict[str, AgentReport]:
@@ -159,6 +160,18 @@ class Joining:
             raise CkptError(
                 f"the log of the run is empty, but {nodes[0]} has steps: give the right --state, or another --run-dir; if "
                 f"nobody needs these steps, remove {folder}"
+            )
+
+    def _refuse_unserved_memory(self, run_state: RunState) -> None:
+        """Refuse a run on one host, which serves no nodes, if nodes of this host that the log names have steps."""
+        name, folder = self._request.name, self._request.nodes_folder
+        if self._request.spec.hosts > 1 or folder is None:
+            return
+        ports = {at.rpartition(":")[2] for memory in run_state.memory for host, at in memory.nodes if host == name}
+        if any(path.name in ports for path in nodes_with_steps(folder)):
+            raise CkptError(
+                f"{folder} has steps of a run on several hosts: start with --nnodes 2 --min 1 --give-up 1, or give another "
+                "--run-dir; if nobody needs these steps, remove that folder"
             )
 
     def _begin(self, reports: Mapping[str, Mapping[str, object]], living: Mapping[str, AgentReport]) -> Joined | None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
-from helpers.host_runs import starts
+from helpers.host_runs import PROGRAM, RUN, STEP_SECONDS, starts
 from helpers.memory_runs import InMemory, memories_of
 from helpers.memory_runs import job as job
 from helpers.processes import until
@@ -70,3 +72,22 @@ def test_hosts_that_return_after_the_end_keep_newer_steps_than_the_drained_ones(
     run.until(lambda log: len(starts(log)) == 3, "begun again")
     until(lambda: len([*run.folder.glob("from-2-*")]) == 2, "restored")
     assert run.first_step(2) > 50
+
+
+def test_one_host_alone_does_not_pass_over_steps_in_its_memory(job: Callable[..., InMemory]) -> None:
+    """A run on one host serves no nodes, so it would continue from an older step in the repository, or begin anew."""
+    run = job(hosts=2, steps=10_000)
+    for name in "ab":
+        run.start(name)
+    run.until_step(6)
+    for name in "ab":
+        run.agents[name].kill()
+        run.agents[name].wait()
+    alone = [*RUN, "-n", "1", "--run-dir", str(run.folder / "run"), "--name", "a", "--address", "127.0.0.1", "--"]
+    same = [*alone, sys.executable, PROGRAM, str(run.folder), str(run.steps), str(STEP_SECONDS)]
+    done = subprocess.run(same, capture_output=True, text=True, timeout=600, check=False)
+    assert (done.returncode, "start with --nnodes 2 --min 1" in done.stderr) == (1, True), done.stderr
+    assert len(starts(run.log())) == 1
+    run.lose_log()
+    lost = subprocess.run([*alone, "true"], capture_output=True, text=True, timeout=600, check=False)
+    assert (lost.returncode, "the log of the run is empty" in lost.stderr) == (1, True), lost.stderr
