@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -98,11 +98,21 @@ def answer_of(member: MemberState) -> RegisterAnswer:
 @lru_cache
 def read_quorums(replicas: ReplicaSet) -> tuple[tuple[str, ...], ...]:
     """Return the smallest sets of members that are a quorum for a read in each group."""
+    return _smallest(replicas, replicas.can_read)
+
+
+@lru_cache
+def write_quorums(replicas: ReplicaSet) -> tuple[tuple[str, ...], ...]:
+    """Return the smallest sets of members that are a quorum for a change in each group."""
+    return _smallest(replicas, replicas.can_write)
+
+
+def _smallest(replicas: ReplicaSet, is_quorum: Callable[[Sequence[str]], bool]) -> tuple[tuple[str, ...], ...]:
     members = replicas.members
     found: list[tuple[str, ...]] = []
     for count in range(1, len(members) + 1):
         for voters in combinations(members, count):
-            if replicas.can_read(voters) and not any(set(each) <= set(voters) for each in found):
+            if is_quorum(voters) and not any(set(each) <= set(voters) for each in found):
                 found.append(voters)
     return tuple(found)
 

@@ -14,6 +14,7 @@ from helpers.tier_folders import shard_of
 
 import ckpt
 from ckpt.groups.base import Group
+from ckpt.repository import writer_lease
 from ckpt.repository.repository import Repository
 from ckpt.repository.retention import sweep
 from ckpt.saving import writer_session
@@ -130,8 +131,11 @@ def test_another_save_in_flight_keeps_its_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("full_rank", [0, 1])
-def test_rank_0_makes_room_for_the_next_save_of_all_ranks(tmp_path: Path, full_rank: int) -> None:
+def test_rank_0_makes_room_for_the_next_save_of_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_rank: int
+) -> None:
     """The job before was killed between a commit and the deletion of step 0, which another rank than 0 can't delete."""
+    monkeypatch.setattr(writer_lease, "UNSEEN_SECONDS", 0.0)  # here, that job was a group of this process
 
     def save_old(group: Group) -> None:
         for step in range(3):
