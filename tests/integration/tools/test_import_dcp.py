@@ -65,7 +65,7 @@ def test_getattr_in_metadata_of_dcp_reaches_no_function(tmp_path: Path) -> None:
 
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Reaches()))
-    with pytest.raises(CkptError, match="no enumeration"):
+    with pytest.raises(CkptError, match="not an enumeration"):
         load_imported(tmp_path / "dcp")
 
 
