@@ -25,6 +25,7 @@ class DataPosition:
         self._random = EpochRandom()
         self._taken = 0
         self._iterator: Iterator[object] | None = None  # that of the current epoch
+        self._ended: Iterator[object] | None = None  # the last iterator that has reached its end
         self._fetched = 0  # how many fetches of the current epoch this process has made
         self._fetches_of_batch = 1  # how many fetches give one batch of this rank: a dispatcher fetches for all ranks
         self._is_stream = False  # whether a resumed epoch must read its samples again from the start
@@ -47,6 +48,11 @@ class DataPosition:
         """How many batches of the epoch this rank has taken."""
         return self._taken
 
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the batches of the epoch have ended, and not only the updates of the training."""
+        return self._ended is not None and self._ended is self._iterator
+
     def continue_random(self) -> None:
         """Set the generators to their states at the save, unless the fetches of the resumed epoch have done so.
 
@@ -60,11 +66,14 @@ class DataPosition:
 
     def watch(self, batches: Iterator[T]) -> Iterator[T]:
         """Yield batches of an epoch, and record the generators before each; a new iterator is a new epoch."""
-        while True:
+        while batches is not self._ended:  # the Trainer asks very often for more after the end of a stream
             self._before_next(batches)
             try:
                 batch = next(batches)
             except StopIteration:
+                self._ended = batches
+                if self._resume_at is not None:  # the save was after the last batch
+                    self.continue_random()
                 return
             self._taken += 1
             yield batch

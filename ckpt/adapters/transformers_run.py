@@ -13,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
@@ -23,6 +22,7 @@ from ckpt.adapters.transformers_best import BestModel
 from ckpt.adapters.transformers_data import DataPosition
 from ckpt.adapters.transformers_deepspeed import only_step_changes_weights, skipped_engine_loads
 from ckpt.adapters.transformers_end import reason_of_end
+from ckpt.adapters.transformers_epochs import CAN_CHOOSE_POSITION, EpochEnd
 from ckpt.adapters.transformers_folder import newest_folder_of_trainer
 from ckpt.adapters.transformers_model import model_state
 from ckpt.adapters.transformers_progress import TrainerProgress, samples_in_batch
@@ -84,12 +84,15 @@ class TrainerRun:
         self._every = every
         self._saver = Checkpointer(self._url, every=every, keep=limit)
         self.best = BestModel(trainer, self._url, self._saver, limit)
-        self._progress = TrainerProgress(trainer, self.data, self.best)
+        self._epoch_end = EpochEnd(self._before_epoch_end)
+        self._progress = TrainerProgress(trainer, self.data, self.best, self._epoch_end)
         self._noted_step: int | None = None
         self._is_noted_step_saved = False
         self._resume_step: int | None = None
         self._may_fall_back = self._is_loaded = False
+        self._must_continue = False  # whether a step was loaded, and its random numbers and losses are still to be set
         self._resume_position: list[int] = []
+        self._resumes_before_epoch_end = False
         self._resume_samples: int | None = None  # of one batch of each process
         self._resume_json = ""  # the state of the Trainer
         self._has_ended = False
@@ -103,6 +106,7 @@ class TrainerRun:
 
     def __enter__(self) -> TrainerRun:
         self._saver.__enter__()
+        self._trainer.callback_handler.callbacks.insert(0, self._epoch_end)
         if self._trainer.is_deepspeed_enabled:
             self._stack.enter_context(skipped_engine_loads(self.owns))
         return self
@@ -110,6 +114,7 @@ class TrainerRun:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+        self._trainer.remove_callback(self._epoch_end)
         self._stack.close()
         try:
             self.best.close(kind, error, tb)
@@ -168,6 +173,7 @@ class TrainerRun:
     def _make_folder(self, step: int, state: dict[str, Any]) -> str:
         self._resume_step, self._resume_position = step, state["trainer"].position
         self._resume_samples, self._resume_json = state["trainer"].batch_samples, state["trainer"].text
+        self._resumes_before_epoch_end = state["trainer"].is_before_epoch_end
         self._resume_best = state["trainer"].best_step
         if self._folder is None:
             self._folder = tempfile.mkdtemp(prefix="ckpt-")
@@ -185,7 +191,8 @@ class TrainerRun:
         saved = tuple(self._resume_position)
         if self._has_ended or len(saved) != 2 or self._trainer.args.ignore_data_skip:
             return epoch, batches
-        if saved == (epoch, batches) or not has_length(self._trainer.train_dataset):
+        is_expected = (epoch, batches) == ((saved[0] + 1, 0) if self._resumes_before_epoch_end else saved)
+        if is_expected or not has_length(self._trainer.train_dataset):
             samples = samples_in_batch(self._trainer)
             if saved[1] and self._resume_samples not in (None, samples):
                 log.warning(
@@ -291,8 +298,14 @@ class TrainerRun:
         self._saver.restore(state, step=self._resume_step)
         self._progress.copy_from(state["trainer"])
         self._is_loaded = True
+        self._must_continue = not self._has_ended
         if self._has_ended and not is_model_only:
             self.data.continue_random()
+        if self._must_continue and self._resumes_before_epoch_end and not CAN_CHOOSE_POSITION:
+            warn_user(
+                f"step {self._resume_step} was saved before the evaluation and the callbacks at the end of its epoch, which "
+                "this version of transformers leaves out: install a newer one"
+            )
         if is_model_only:
             warn_user(
                 f"step {self._resume_step} has only the model (save_only_model): the optimizer, its schedule and the random "
@@ -320,15 +333,20 @@ class TrainerRun:
     def _require_position(self) -> None:
         """Raise InvalidArgument if this version of transformers can't continue in the saved pass of a stream."""
         passes = self._resume_position[0] if self._resume_position else 0
-        # CkptTrainer itself has this method in each version, so only the class of transformers shows whether it is called.
-        if passes and not has_length(self._trainer.train_dataset) and not hasattr(Trainer, "_init_training_state"):
+        if passes and not has_length(self._trainer.train_dataset) and not CAN_CHOOSE_POSITION:
             raise InvalidArgument(
                 f"step {self._resume_step} is in pass {passes + 1} of data without a length, where this version of "
                 "transformers cannot continue: install a newer one"
             )
 
+    def _before_epoch_end(self) -> None:
+        """Continue the training at the end of an epoch, if the resumed step has all batches of it."""
+        if self._must_continue:
+            self.continue_training()
+
     def continue_training(self) -> None:
         """Set the random generators, and the losses that are not logged yet. The Trainer has reset those before."""
+        self._must_continue = False
         self.data.continue_random()
         if self._trainer.args.dataloader_num_workers and self._trainer.args.dataloader_persistent_workers:
             warn_user(PERSISTENT_WORKERS.format(option="dataloader_persistent_workers=False"))

@@ -12,6 +12,7 @@ from helpers.hf_runs import finish, lines
 
 import ckpt
 from ckpt.adapters.transformers_data import DataPosition
+from ckpt.adapters.transformers_epochs import EpochEnd
 from ckpt.adapters.transformers_progress import TrainerProgress
 
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True, "save_total_limit": 1}
@@ -47,9 +48,19 @@ def test_a_stream_continues_where_a_shorter_run_has_ended(tmp_path: Path, sample
     assert lines(tmp_path, "first") + lines(tmp_path, "more") == lines(tmp_path / "whole", "whole")
 
 
+@continues_after_a_pass
+def test_a_stream_continues_where_a_shorter_run_with_a_save_per_epoch_has_ended(tmp_path: Path) -> None:
+    """The Trainer then saves after the end of an epoch, although the stream has more samples."""
+    arguments = {"save_strategy": "epoch", "lr_scheduler_type": "constant"}
+    finish(tmp_path / "whole", "whole", stream=True, samples=44, args=arguments | {"max_steps": 8})
+    for name, steps in (("first", 4), ("more", 8)):
+        finish(tmp_path, name, resume=True, stream=True, samples=44, args=arguments | {"max_steps": steps})
+    assert lines(tmp_path, "first") + lines(tmp_path, "more") == lines(tmp_path / "whole", "whole")
+
+
 def test_trainer_computes_the_position_where_an_earlier_version_has_ended_in_a_stream() -> None:
     best: Any = None
-    progress = TrainerProgress(SimpleNamespace(train_dataset=iter(())), DataPosition(), best)
+    progress = TrainerProgress(SimpleNamespace(train_dataset=iter(())), DataPosition(), best, EpochEnd(list))
     progress.load_state_dict({"json": "{}", "losses": [], "position": [1, 0], "best_step": None})
     assert progress.position == []
 

@@ -14,6 +14,7 @@ import transformers  # noqa: F401  # children of this process then begin at once
 from helpers.hf_runs import check_continuation, finish, lines, run
 
 import ckpt
+from ckpt.adapters.transformers_epochs import CAN_CHOOSE_POSITION
 
 EACH_BATCH = {"gradient_accumulation_steps": 1, "save_steps": 1, "logging_steps": 4}
 
@@ -56,6 +57,14 @@ def test_persistent_workers_are_warned_of(tmp_path: Path) -> None:
     workers = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "save_steps": 4}
     run(tmp_path, "killed", kill_at=10, args=workers)
     assert "use dataloader_persistent_workers=False" in finish(tmp_path, "again", resume=True, args=workers)
+
+
+@pytest.mark.skipif(not CAN_CHOOSE_POSITION, reason="this version always continues with the next epoch")
+@pytest.mark.parametrize("options", [{}, {"patience": 2}, {"samples": 24}], ids=["losses", "patience", "whole updates"])
+def test_a_step_before_the_evaluation_of_its_epoch(tmp_path: Path, options: dict[str, int]) -> None:
+    """The Trainer saves the last update of an epoch before it evaluates. The continuation makes up for the evaluation."""
+    arguments = {"save_steps": 6, "eval_strategy": "epoch", "metric_for_best_model": "eval_loss", "greater_is_better": False}
+    check_continuation(tmp_path, 7, evaluate=True, args=arguments, **options)
 
 
 def test_patience_of_an_early_stop(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import pytest
 import transformers
 from helpers.hf_runs import check_continuation, finish, lines, run
 
+EPOCHS = {"eval_strategy": "epoch", "metric_for_best_model": "eval_loss", "greater_is_better": False}
+
 needs_position = pytest.mark.skipif(
     not hasattr(transformers.Trainer, "_init_training_state"), reason="this version continues only in the first pass"
 )
@@ -29,6 +31,23 @@ def test_in_the_second_pass(tmp_path: Path) -> None:
 def test_order_drawn_at_the_start_of_a_pass(tmp_path: Path, stream: str) -> None:
     """From a global generator, or from one of the dataset that continues from pass to pass."""
     check_continuation(tmp_path, 10, stream=stream, args={"max_steps": 15, "save_steps": 4})
+
+
+def test_a_step_with_the_last_batch_of_a_pass(tmp_path: Path) -> None:
+    """The continuation fetches nothing in that pass, and begins the next one with the numbers of the save."""
+    arguments = {"max_steps": 21, "save_steps": 11, "gradient_accumulation_steps": 1}
+    check_continuation(tmp_path, 13, stream=True, random_data=False, args=arguments)
+
+
+@needs_position
+@pytest.mark.parametrize("options", [{}, {"patience": 3}], ids=["losses", "patience"])
+def test_a_step_after_the_evaluation_of_a_pass(tmp_path: Path, options: dict[str, int]) -> None:
+    """The continuation does not evaluate that pass again: this draws random numbers, and early stopping would count it.
+
+    A pass has whole updates, because the Trainer keeps the gradients of the rest for the next pass, and no step has gradients.
+    """
+    arguments = EPOCHS | {"max_steps": 27, "save_strategy": "epoch"}
+    check_continuation(tmp_path, 8, samples=24, stream=True, evaluate=True, args=arguments, **options)
 
 
 def test_stream_that_draws_with_the_model_is_warned_of(tmp_path: Path) -> None:
