@@ -15,7 +15,7 @@ class Deletion:
     """The state of one deletion of one or more paths, for changes of their records. Used by one thread.
 
     is_deletable: returns whether a record is to be deleted; any other record stays. waits_for_quorum: whether the first call
-    for a record with a full history only adds its path to `unsettled_paths`.
+    for a path only adds it to `unsettled_paths`, if its record has a full history.
     """
 
     def __init__(self, is_deletable: Callable[[FileRecord], bool], waits_for_quorum: bool = False) -> None:
@@ -44,7 +44,8 @@ class Deletion:
         self.seen[path] = current
         if current is None or not self._is_deletable(current) or self._is_unknown(path, current):
             return None
-        if self._waits_for_quorum and path not in self.unsettled_paths and file_record.is_history_truncated(current):
+        is_first = path not in self.replaced and path not in self.unsettled_paths
+        if self._waits_for_quorum and is_first and file_record.is_history_truncated(current):
             self.unsettled_paths.add(path)
             return None
         file_record.note_replaced(self.replaced.setdefault(path, {}), current)
