@@ -29,11 +29,9 @@ def require_conditional_puts(store: Store, name: str) -> None:
     if store.url in _probed_urls:
         return
     if not store.honours_conditions(name):
-        what = f"{store.url} ignores conditions of puts, so an old writer could delete its successor's steps"
+        what = f"{store.url} ignores conditions of puts (If-None-Match, If-Match), so an old writer could delete newer steps"
         if not _is_allowed_unfenced(store.url):
-            raise Refused(
-                f"{what}; use a store with conditional puts, or for a single job set {UNFENCED_STORES_VARIABLE} to this URL"
-            )
+            raise Refused(f"{what}; use another store, or for a single job set {UNFENCED_STORES_VARIABLE} to this URL")
         log.warning("%s; %s allows it", what, UNFENCED_STORES_VARIABLE)
     _probed_urls.add(store.url)
 
