@@ -70,8 +70,10 @@ class TrainerProgress:
 
     def state_dict(self) -> dict[str, Any]:
         if self.text is not None:
-            empty = {"losses": [], "position": [], "batch_samples": None, "best_step": None, "is_before_epoch_end": None}
-            return {"json": self.text} | empty
+            return {
+                "json": self.text, "losses": [], "position": [], "batch_samples": None, "best_step": None,
+                "is_before_epoch_end": None,
+            }  # fmt: skip
         trainer = self._trainer
         pending = getattr(trainer, "_tr_loss", None)
         losses = [] if pending is None else [float(pending), int(trainer._globalstep_last_logged)]

@@ -76,7 +76,7 @@ def batch_norm() -> None:
     assert "running_mean has other bytes" in message, message
     assert "running_var has other bytes" in message, message
     assert "the module itself for buffers" in message, message
-    assert "weight holds" not in message, message
+    assert "weight has other bytes" not in message, message
     ckpt.save({"model": model, "optimizer": optimizer.state_dict()}, url, 2)
     mean = [torch.zeros(WIDTH) for _ in range(dist.get_world_size())]
     dist.all_gather(mean, model.module[1].running_mean)
