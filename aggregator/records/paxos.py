@@ -311,9 +311,8 @@ class ReplicatedRegisters:
             lambda path, got: not update.on_all_members and is_decided(promises_given(got, ballot), replica_sets[path]),
         )
         for path in paths:
-            undamaged, replicas = undamaged_records(promises[path]), replica_sets[path]
-            if not replicas.can_write(undamaged) and not replicas.can_restore(undamaged, damaged_members(promises[path])):
-                raise no_quorum_error(path, replicas, promises[path], errors, is_write=True)
+            if not replica_sets[path].can_agree(undamaged_records(promises[path]), damaged_members(promises[path])):
+                raise no_quorum_error(path, replica_sets[path], promises[path], errors, is_write=True)
         proposals, undecided, highest = choose_values(replica_sets, promises, ballot, update)
         update.possibly_accepted.update({path: proposal.value for path, proposal in proposals.items()})
         failpoint("register.accept")
@@ -330,12 +329,12 @@ class ReplicatedRegisters:
         )
         failpoint("register.accepted")
         accepting = {path: {m for m, yes in accepted[path].items() if yes} for path in proposals}
-        restorable = {
+        agreeable = {
             path: proposal.value
             for path, proposal in proposals.items()
-            if replica_sets[path].can_restore(accepting[path], damaged_members(promises[path]))
+            if replica_sets[path].can_agree(accepting[path], damaged_members(promises[path]))
         }
-        restored = replace_damaged(self._registers, self._fan_out, restorable, promises, ballot, fence_number)
+        restored = replace_damaged(self._registers, self._fan_out, agreeable, promises, ballot, fence_number)
         agreed = {
             path: proposal.value
             for path, proposal in proposals.items()

@@ -86,7 +86,7 @@ def choose_values(
             continue
         highest = max([highest, *(r.promised_ballot for r in records.values())])
         promising = {m: r for m, r in records.items() if r.promised_ballot == ballot}
-        if not replicas.can_write(promising) and not replicas.can_restore(promising, damaged_members(promises[path])):
+        if not replicas.can_agree(promising, damaged_members(promises[path])):
             undecided.append(path)
             continue
         newest = replicas.newest(promising).value

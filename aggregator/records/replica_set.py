@@ -22,6 +22,14 @@ class VotingGroup:
     members: tuple[str, ...]
     quorum: Quorum
 
+    def can_write(self, members: Collection[str]) -> bool:
+        """Return whether these members are a quorum for a change in this group."""
+        return sum(m in members for m in self.members) >= self.quorum.write
+
+    def can_read(self, members: Collection[str]) -> bool:
+        """Return whether these members are a quorum for a read in this group."""
+        return sum(m in members for m in self.members) >= self.quorum.read
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSet:
@@ -40,17 +48,18 @@ class ReplicaSet:
 
     def can_write(self, members: Collection[str]) -> bool:
         """Return whether these members are a quorum for a change."""
-        return all(sum(m in members for m in g.members) >= g.quorum.write for g in self.groups)
+        return all(group.can_write(members) for group in self.groups)
 
     def can_read(self, members: Collection[str]) -> bool:
         """Return whether these members are a quorum for a read."""
-        return all(sum(m in members for m in g.members) >= g.quorum.read for g in self.groups)
+        return all(group.can_read(members) for group in self.groups)
 
-    def can_restore(self, promising: Collection[str], damaged: Collection[str]) -> bool:
-        """Return whether promising members may agree on a value together with members whose records are damaged.
+    def can_agree(self, promising: Collection[str], damaged: Collection[str]) -> bool:
+        """Return whether promising members may agree on a value, if members whose records are damaged then accept it, too.
 
         Each quorum has one of the promising members then. So they know each agreed value, and an earlier proposer, who relies
-        on a promise that was lost with a record, is refused by one of them. Of two members, one is enough.
+        on a promise that was lost with a record, is refused by one of them. Of two members, one is enough. If no record is
+        damaged, this is `can_write`.
         """
         return self.can_read(promising) and self.can_write({*promising, *damaged})
 
@@ -59,8 +68,7 @@ class ReplicaSet:
 
         While the record moves, a quorum of the first group is enough, see `newest`. One of the second group is not.
         """
-        first = self.groups[0]
-        return sum(m in members for m in first.members) >= first.quorum.write
+        return self.groups[0].can_write(members)
 
     def newest(self, records: Mapping[str, Register]) -> Register:
         """Return the newest record of the first group.

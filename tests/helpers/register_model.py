@@ -258,7 +258,7 @@ class RegisterModel(Model[World]):
         replicas = self._rings[client.ring]
         update = register_update.RegisterUpdate(lambda _, value: self._decide(number, value))
         undamaged, damaged = replica_set.undamaged_records(answers), replica_set.damaged_members(answers)
-        if not replicas.can_write(undamaged) and not replicas.can_restore(undamaged, damaged):
+        if not replicas.can_agree(undamaged, damaged):
             return self._retry(state, number, client, NO_BALLOT)
         proposals, _, highest = register_update.choose_values({PATH: replicas}, {PATH: answers}, client.ballot, update)
         if PATH in update.found:  # there is no value, and the mover makes none
@@ -272,7 +272,7 @@ class RegisterModel(Model[World]):
 
     def _after_accept(self, state: World, number: int, client: Client, answers: dict[str, Any]) -> World:
         replicas, accepting = self._rings[client.ring], {m for m, yes in answers.items() if yes}
-        if client.damaged and replicas.can_restore(accepting, client.damaged):
+        if client.damaged and replicas.can_agree(accepting, client.damaged):
             call = ("restore", RegisterValue(client.proposed), client.ballot, replicas.fence_number)
             restoring = client._replace(phase="restore", accepting=tuple(sorted(accepting)))
             return self._send(state, number, restoring, client.damaged, call)
