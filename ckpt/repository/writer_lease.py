@@ -213,8 +213,10 @@ class WriterLease:
 
     def note_commits(self, group: int, steps: Iterable[int]) -> None:
         """Record the last commits of a group, by its number, just after one."""
+        now = time.monotonic()
         with self._lock:
-            self._unseen_steps[group] = time.monotonic(), frozenset(steps)
+            recent = {number: each for number, each in self._unseen_steps.items() if each[0] > now - UNSEEN_SECONDS}
+            self._unseen_steps = recent | {group: (now, frozenset(steps))}
 
     def spared_steps(self, group: int) -> set[int]:
         """Return the steps that a sweep of a group, or of a process alone, with this number must not delete for the others."""

@@ -1,4 +1,4 @@
-"""The links of the README, of the pages and of the files beside them lead to files and headings that exist."""
+"""Each link in the README, in a page, or in a file beside them names a file, and a heading of it, that exist."""
 
 from __future__ import annotations
 

@@ -116,6 +116,12 @@ class Job:
         """Let the job do its last step."""
         (self.folder / "hold").unlink(missing_ok=True)
 
+    def kill(self, *names: str) -> None:
+        """Kill these agents and wait for their ends."""
+        for name in names:
+            self.agents[name].kill()
+            self.agents[name].wait()
+
     def ends(self, *names: str) -> dict[str, int]:
         """Let the job end, wait for these agents, and return their exit statuses."""
         self.release()

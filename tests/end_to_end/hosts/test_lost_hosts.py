@@ -107,8 +107,7 @@ def test_a_killed_agent_that_starts_again_rejoins_the_run(job: Callable[..., Job
     for name in "abc":
         run.start(name)
     run.until_step(12)
-    run.agents["b"].kill()
-    run.agents["b"].wait()
+    run.kill("b")
     run.start("b")
     assert set(run.ends(*"abc").values()) == {0}
     log = run.log()

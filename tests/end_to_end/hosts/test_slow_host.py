@@ -72,9 +72,7 @@ def test_memory_that_the_run_log_does_not_name_is_kept(job: Callable[..., InMemo
     for name in "ab":
         run.start(name)
     run.until_step(6)
-    for name in "ab":
-        run.agents[name].kill()
-        run.agents[name].wait()
+    run.kill("a", "b")
     run.run_log.close()
     for path in (run.folder / "run").glob("run.sqlite*"):
         path.unlink()

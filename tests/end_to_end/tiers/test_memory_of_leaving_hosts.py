@@ -81,9 +81,7 @@ def test_one_host_alone_does_not_pass_over_steps_in_its_memory(job: Callable[...
     for name in "ab":
         run.start(name)
     run.until_step(6)
-    for name in "ab":
-        run.agents[name].kill()
-        run.agents[name].wait()
+    run.kill("a", "b")
     alone = [*RUN, "-n", "1", "--run-dir", str(run.folder / "run"), "--name", "a", "--address", "127.0.0.1", "--"]
     same = [*alone, sys.executable, PROGRAM, str(run.folder), str(run.steps), str(STEP_SECONDS)]
     done = subprocess.run(same, capture_output=True, text=True, timeout=600, check=False)
